@@ -135,10 +135,10 @@ def compress(
     tokenized = make_context(tokenizer, text, config.choose_separator(tokenizer), system)
     tokenized, cut = fit_context(model, tokenized, config.on_long_text, config.offset)
 
-    # The budget is computed once; the restore tokens take their part of it when n is known.
-    shape = CacheShape.from_model(model)
     if config.kv_dtype != "model" and is_latent_config(model.config):
         raise RestoreKVError(NO_LATENT_CODES)
+    # The budget is computed once; the restore tokens take their part of it when n is known.
+    shape = CacheShape.from_model(model)
     budget = make_budget(shape, tokenized, config, exact_ratio, tokens_per_head)
     # A hash of all weights, which takes a while: only after the budget has been checked.
     identity = identify_model(model, tokenizer)
@@ -154,13 +154,13 @@ def compress(
             model, identity, tokenizer, tokenized, compressor, begin_phase
         )
         keeps_full = prepared_cache.holds(prepared)
-        cache, seconds = prepared.evict_timed(
+        cache, eviction_seconds = prepared.evict_timed(
             budget, consume=not keeps_full, begin_phase=begin_phase
         )
         # Quantizing the retained pairs is counted as a part of the eviction.
-        with time_phase(seconds, "evict"):
+        with time_phase(eviction_seconds, "evict"):
             attention.quantize_context(cache, config.kv_dtype, shape.groups)
-        seconds = prepared.seconds | seconds
+        seconds = prepared.seconds | eviction_seconds
         manifest = make_manifest(
             tokenizer, identity, compressor, prepared, budget, cache, seconds, cut, system
         )

@@ -5,7 +5,7 @@ import weakref
 import pytest
 import torch
 
-from restorekv.cache.states import HAS_STATES, StateLayer, keep_read_states
+from restorekv.cache.states import HAS_STATES, StateLayer, clone_saved_states
 
 pytestmark = pytest.mark.skipif(not HAS_STATES, reason="these transformers have no such layers")
 
@@ -17,7 +17,7 @@ def make_layer() -> StateLayer:
 def test_autograd_keeps_what_a_state_was_when_it_was_read():
     layer = make_layer()
     factor = torch.ones(2, 48, requires_grad=True)
-    with keep_read_states([layer]):
+    with clone_saved_states([layer]):
         state = layer.named_tensors["recurrent.0"]
         product = (factor * state).sum()
         state.zero_()  # as a step of one token does
@@ -31,7 +31,7 @@ def test_no_other_tensor_gets_the_address_of_a_state_that_was_replaced():
     """
     layer = make_layer()
     state = weakref.ref(layer.recurrent_states[0])
-    with keep_read_states([layer]):
+    with clone_saved_states([layer]):
         layer.recurrent_states[0] = torch.zeros(1)
         assert state() is not None
     assert state() is None

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from restorekv.errors import RestoreKVError
-from restorekv.generation.answers import answer_greedily, stream_answer
+from restorekv.generation.answers import AnswerStream, answer_greedily, stream_answer
 from restorekv.generation.decoding import generate_ids, get_stop_ids
 from restorekv.generation.transformers_generate import make_generate_inputs
 from restorekv.model.prompt import encode_question, make_context
@@ -100,6 +100,21 @@ def test_stream_gives_the_answer_in_pieces(case):
     model, tokenizer, context, cache = case
     pieces = list(stream_answer(model, tokenizer, (context, cache, QUESTIONS[0]), 20))
     assert "".join(pieces) == answer_greedily(*case, QUESTIONS[:1], 20)[0] and len(pieces) > 1
+
+
+def test_a_stream_that_failed_has_no_answer():
+    """The next piece was the end of an answer that nobody had finished."""
+
+    def write():
+        yield "se"
+        raise MemoryError("full")
+
+    stream = AnswerStream(write(), lambda: pytest.fail("what failed is no answer"))
+    assert next(stream) == "se"
+    with pytest.raises(MemoryError):
+        next(stream)
+    assert next(stream, "end") == "end"
+    assert stream.answer is None
 
 
 @pytest.mark.parametrize("limit", [0, -1, [1], [1, 2, 3, 0]])

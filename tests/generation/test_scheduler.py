@@ -302,13 +302,13 @@ def test_logits_that_cannot_be_kept_cost_other_answers_nothing(world, monkeypatc
     stream = endless(world, 0, limit=30)
     several = endless(world, 1, limit=5, samples=2, temperature=1.0)
 
-    def write_tokens(*given, keep_logits):
+    def write_tokens(*given, on_logits):
         def fail(group, logits):
             if engine.steps > 3 and group not in engine.running:
                 raise MemoryError("no more memory")
-            keep_logits(group, logits)
+            on_logits(group, logits)
 
-        return decoding.write_tokens(*given, keep_logits=fail)
+        return decoding.write_tokens(*given, on_logits=fail)
 
     monkeypatch.setattr(scheduler, "write_tokens", write_tokens)
     run(engine, {0: [stream], 5: [several]})

@@ -60,14 +60,14 @@ def make_request(name):
 def test_a_document_is_there_when_every_worker_has_read_it():
     scheduler = make_scheduler(workers=2)
     request = make_request("one")
-    assert scheduler.count_computed_tokens(request, 0) is None
+    assert scheduler.admit_request(request, 0) is None
     (load,) = scheduler.make_orders({}).loads
     for count in (1, 1):
-        assert scheduler.count_computed_tokens(request, 0) is None
+        assert scheduler.admit_request(request, 0) is None
         scheduler.apply_report(RaggedWorkerMetadata({("a", load.number): count}))
     assert (
-        scheduler.count_computed_tokens(request, 0) == PLACEHOLDERS
-        and scheduler.count_computed_tokens(request, 16) == PLACEHOLDERS - 16
+        scheduler.admit_request(request, 0) == PLACEHOLDERS
+        and scheduler.admit_request(request, 16) == PLACEHOLDERS - 16
     )
     scheduler.note_blocks(request, (7, 8, 9))
     assert scheduler.make_orders({"one": 3}).documents == {7: "a"}
@@ -82,30 +82,28 @@ def test_a_load_that_failed_on_one_worker_counts_nowhere():
     """The other worker reports the failed load later; that must not count for the next load."""
     scheduler = make_scheduler(workers=2)
     first = make_request("one")
-    assert scheduler.count_computed_tokens(first, 0) is None
+    assert scheduler.admit_request(first, 0) is None
     (load,) = scheduler.make_orders({}).loads
     scheduler.apply_report(RaggedWorkerMetadata(failed={("a", load.number): "cannot be read"}))
-    assert scheduler.count_computed_tokens(first, 0) == PLACEHOLDERS + 3, (
-        "promised, and reported as lost"
-    )
+    assert scheduler.admit_request(first, 0) == PLACEHOLDERS + 3, "promised, and reported as lost"
     assert not first.skip_reading_prefix_cache
     scheduler.note_blocks(first, (0, 1))
     orders = scheduler.make_orders({"one": 3})
     assert orders.drops == ["a"] and orders.refused == {"one": 1}
     scheduler.forget_request("one")
     second = make_request("two")
-    assert scheduler.count_computed_tokens(second, 0) is None
+    assert scheduler.admit_request(second, 0) is None
     (again,) = scheduler.make_orders({}).loads
     scheduler.apply_report(RaggedWorkerMetadata({("a", load.number): 1, ("a", again.number): 1}))
-    assert scheduler.count_computed_tokens(second, 0) is None
+    assert scheduler.admit_request(second, 0) is None
     scheduler.apply_report(RaggedWorkerMetadata({("a", again.number): 1}))
-    assert scheduler.count_computed_tokens(second, 0) == PLACEHOLDERS
+    assert scheduler.admit_request(second, 0) == PLACEHOLDERS
 
 
 def test_an_answer_is_shortened_to_the_positions_that_are_left():
     scheduler = make_scheduler(workers=1)
     request = make_request("one")
-    scheduler.count_computed_tokens(request, 0)
+    scheduler.admit_request(request, 0)
     assert request.max_tokens == OneDocument().count_answer_room(DOCUMENT, IDS)
 
 

@@ -28,7 +28,8 @@ from transformers import cache_utils
 _TransformersLayer: Any = getattr(cache_utils, "LinearAttentionLayer", object)
 _TransformersEmptyLayer: Any = getattr(cache_utils, "DummyLayer", object)
 HAS_STATES = hasattr(cache_utils.Cache, "get_conv_state")
-# What holds a layer's states, as in transformers: for every number of a state, a tensor or None.
+# The kinds of states. In transformers, `conv_states` and `recurrent_states` of a layer each map the
+# number of a state to a tensor or None.
 KINDS = ("conv", "recurrent")
 
 
@@ -48,7 +49,7 @@ class StateLayer(_TransformersLayer):
 
     def __init__(self, number_of_states: int = 1) -> None:
         super().__init__(number_of_states=number_of_states)
-        # Positions whose states `read_marks` copies when a prefill reaches them, and the copies.
+        # Positions at which a prefill copies the states (`copy_if_marked`), and the copies.
         self.marks: frozenset[int] = frozenset()
         self.marked: dict[int, StateLayer] = {}
         # It has no pairs: a layer of no heads, for code that goes through the layers of a cache.
@@ -167,12 +168,12 @@ class StateLayer(_TransformersLayer):
         ):
             setattr(self, name, getattr(fresh, name))
 
-    def read_marks(self, position: int) -> None:
+    def copy_if_marked(self, position: int) -> None:
         """Copy the states if `position`, up to which the text has been read, is one of `marks`."""
         if position in self.marks:
             self.marked[position] = self.copy()
 
-    def at(self, position: int | None) -> StateLayer:
+    def copy_at(self, position: int | None) -> StateLayer:
         """Return a copy of the layer as it was after `position` positions; None is now.
 
         Raises:
@@ -206,8 +207,9 @@ class StateLayer(_TransformersLayer):
 class EmptyLayer(_TransformersEmptyLayer):
     """One layer that holds nothing, in every kind of cache: a block of experts or of an MLP alone.
 
-    It has the methods of a `StateLayer` without states. transformers must not take it for one,
-    since it asks the last layer with states whether there has been a token.
+    Of a `StateLayer` it has `named_tensors`, `list_tensors`, `copy`, `fork` and `copy_at`.
+    transformers must not take it for one, since it asks the last layer with states whether there
+    has been a token.
     """
 
     is_sliding = False
@@ -236,7 +238,7 @@ class EmptyLayer(_TransformersEmptyLayer):
         """Return a layer that holds nothing."""
         return self.copy()
 
-    def at(self, _position: int | None) -> EmptyLayer:
+    def copy_at(self, _position: int | None) -> EmptyLayer:
         """Return the layer as it was after any number of positions."""
         return self.copy()
 
@@ -251,7 +253,9 @@ def join_states(layers: Sequence[StateLayer]) -> StateLayer:
     return StateLayer.from_tensors(joined)
 
 
-def hand_back(joined: StateLayer, layers: Sequence[StateLayer], rows: Sequence[int]) -> None:
+def split_joined_states(
+    joined: StateLayer, layers: Sequence[StateLayer], rows: Sequence[int]
+) -> None:
     """Give each layer its rows of a joined one.
 
     Args:
@@ -267,14 +271,14 @@ def hand_back(joined: StateLayer, layers: Sequence[StateLayer], rows: Sequence[i
         layer.copy_from(StateLayer.from_tensors(own))
 
 
-def keep_read_states(layers: Iterable[Any]) -> AbstractContextManager[Any]:
+def clone_saved_states(layers: Iterable[Any]) -> AbstractContextManager[Any]:
     """Let autograd keep copies of the states that a pass in the block reads, if there are any.
 
     Granite's step of one token writes into its recurrent state without asking for `record_past`.
     """
     # The tensors themselves are held, not only their addresses: the pass replaces states, and an
-    # activation at the address of a freed one would be copied too. A copy of a slice is laid out
-    # differently, and kernels may round differently then.
+    # activation at the address of a freed one would be copied too. The copy of an activation that
+    # is a slice is laid out differently, and kernels may round differently then.
     states: dict[int, Tensor] = {}
     for layer in list_state_layers(layers):
         for tensor in layer.list_tensors():

@@ -60,8 +60,8 @@ class CompressedLayer(CacheLayerMixin):
         """Do nothing: a compressed layer is complete from the start."""
 
     def get_seq_length(self, *_: object) -> int:
-        """Return the number of positions seen, from which transformers derives the next RoPE
-        position.
+        """Return the number of positions of context and tail, from which transformers derives the
+        next RoPE position.
         """
         return self.seen + self.columns
 

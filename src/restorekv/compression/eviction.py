@@ -84,7 +84,7 @@ class Eviction(Compressor):
         """Make an eviction from an evictor's spec.
 
         The other settings are those of `CompressionConfig`, but by default a budget without room
-        for the restore tokens is refused: training and studies compare caches of one size.
+        for the restore tokens is refused.
         """
         if evictor.partition(":")[0] in COMPRESSORS:
             raise RestoreKVError(
@@ -115,7 +115,7 @@ class Eviction(Compressor):
         return spec.digest_code(type(self.evictor))
 
     def count_passes(self) -> int:
-        return 1 + self.evictor.rereads if self.scoring else 1
+        return 1 + (self.evictor.rereads if self.scoring else 0)
 
     def with_config(self, config: CompressionConfig) -> Eviction:
         return replace(self, config=config)

@@ -168,8 +168,13 @@ def prefill_unscored(
     begin_phase("prefill")
     with time_phase(seconds, "prefill"):
         full = prefill(model, _select_unread_ids(context, cache), into=cache)
+    return full, make_zero_scores(model, context)
+
+
+def make_zero_scores(model: PreTrainedModel, context: Context) -> Tensor:
+    """Return scores of 0 for the pairs of a text, (L, H, T)."""
     shape = CacheShape.from_model(model)
-    return full, torch.zeros(
+    return torch.zeros(
         shape.layers, shape.heads, context.text_tokens, dtype=torch.float32, device=model.device
     )
 

@@ -244,7 +244,7 @@ class Stream:
         masks = iter(keep)
         for index, layer in enumerate(cache.layers):
             if isinstance(layer, PairlessLayer):
-                cache.layers[index] = layer.at(part.scored_end)
+                cache.layers[index] = layer.copy_at(part.scored_end)
                 continue
             if isinstance(layer, SlidingLayer):
                 # After the last part the tail starts `offset` positions later.

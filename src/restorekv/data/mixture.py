@@ -41,7 +41,7 @@ KNOWN_KINDS = {
     *exercises.EXERCISE_KINDS,
     *made.MADE_KINDS,
 }
-FILE_BYTES = 4 << 30  # most bytes of a file
+FILE_BYTES = 4 * 2**30  # most bytes of a file
 DICTIONARY_BYTES = 256 * 2**20  # bytes of a dictionary page: all contexts of a file
 
 
@@ -71,7 +71,7 @@ def write_examples(path: Path, rows: list[dict]) -> None:
     columns = [(name, arrow.string()) for name in TEXT_COLUMNS]
     columns += [(name, arrow.int32()) for name in NUMBER_COLUMNS]
     columns.append(("answer_ids", arrow.list_(arrow.int32())))
-    # An explicit schema, so that the same rows give the same bytes.
+    # An explicit schema: inferred types would depend on the rows.
     schema = arrow.schema(columns)
     table = arrow.Table.from_pylist(rows, schema=schema)
     with replace_file(path, follow=False) as temporary:
@@ -158,8 +158,9 @@ def _find_row_fault(row: dict, source: str, limit: int) -> str | None:
 
 
 def _group_rows(rows: list[dict]) -> Iterator[MixtureContext]:
-    """Yield one context for the rows about one document, which are adjacent."""
-    # Rows of one document are adjacent, in the order in which they were asked.
+    """Yield a context for adjacent rows about the same context of one document, in the order in
+    which they were asked.
+    """
     for _, group in groupby(rows, key=lambda row: (row["document"], row["context"])):
         asked = list(group)
         first = asked[0]

@@ -109,7 +109,7 @@ class LocalPool:
             first = job.representative
             key = (first.model, first.dtype, first.protocol, first.evictor)
             if key not in checked:
-                worker.check_method()
+                worker.check_job_method()
                 checked.add(key)
 
     def open_job(self, job: Job) -> tuple[Identities, Digests]:
@@ -134,7 +134,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     if cell.evictor != FULL:
         context, _ = worker.protocol.make_context(cell.model, worker.tokenizer, "any text")
         compressor = worker.protocol.adapt_method(
-            make_compressor(cell.evictor, worker.config(cell)), context.prefix_length
+            make_compressor(cell.evictor, worker.make_config(cell)), context.prefix_length
         )
         name = compressor.identity(worker.model)
         code = compressor.digest_code()
@@ -142,7 +142,7 @@ def identify_cell(worker: Worker, cell: Cell) -> dict:
     if benchmark.averages_contexts(worker.protocol.name):
         unit = "contexts"
     return {
-        **identify_setup(worker.model, worker.identity, worker.config(cell)),
+        **identify_setup(worker.model, worker.identity, worker.make_config(cell)),
         "tokenizer": worker.tokenizer_hash,
         "stops": sorted(get_stop_ids(worker.model, worker.tokenizer)),
         "positions": count_positions(worker.model.config),

@@ -18,7 +18,7 @@ from restorekv.compression.adapters import load_adapter
 from restorekv.compression.compressor import Compressor, PreparedContext, time_phase
 from restorekv.compression.config import CompressionConfig
 from restorekv.compression.eviction import make_compressor
-from restorekv.compression.full_cache import ScoredContext
+from restorekv.compression.full_cache import ScoredContext, make_zero_scores
 from restorekv.compression.method_check import check_method
 from restorekv.data.teacher import hash_tokenizer
 from restorekv.errors import RestoreKVError
@@ -64,7 +64,7 @@ class CellCache:
     """
 
     cell: Cell
-    view: PreparedContext
+    prepared: PreparedContext
     cache: RaggedCache
     seconds: Seconds
 
@@ -119,7 +119,7 @@ class Worker:
     def _samples_by_id(self) -> dict[str, Sample]:
         return {sample.id: sample for sample in self.samples}
 
-    def config(self, cell: Cell) -> CompressionConfig:
+    def make_config(self, cell: Cell) -> CompressionConfig:
         """Return the cell's config; for the full cache it consists of defaults."""
         if cell.evictor == FULL:
             # What a result records must not change with a default that the full cache ignores.
@@ -127,7 +127,7 @@ class Worker:
         return cell.config(self.protocol.prefix_policy)
 
     def _make_compressor(self, cell: Cell) -> Compressor:
-        return make_compressor(cell.evictor, self.config(cell))
+        return make_compressor(cell.evictor, self.make_config(cell))
 
     def _load_adapter(self, cell: Cell) -> RestoreAdapter | None:
         """Return a cell's adapter, checked against the evictor as the cell names it."""
@@ -147,7 +147,7 @@ class Worker:
             )
         return adapter
 
-    def check_method(self) -> None:
+    def check_job_method(self) -> None:
         """Raise RestoreKVError if the job's method refuses the model."""
         first = self.job.representative
         if first.evictor == FULL:
@@ -182,8 +182,8 @@ class Worker:
             # The full cache answers once, even if no cell asks it: divergences are measured on its
             # answers.
             if full_answers is None:
-                view = group[0].view
-                full_answers = self._answer_from_full_cache(context, view, sample, full_seconds)
+                prepared = group[0].prepared
+                full_answers = self._answer_from_full_cache(context, prepared, sample, full_seconds)
             written = self._ask_group(group, full_answers.prompts, sample)
             for made in group:
                 seconds = made.seconds
@@ -204,7 +204,7 @@ class Worker:
                     "tokens": context.text_tokens,
                     "prefix": context.prefix_length,
                     "restore_tokens": made.cache.restore_length,
-                    "pairs": made.view.config.count_pairs(made.cache, context),
+                    "pairs": made.prepared.config.count_pairs(made.cache, context),
                     "pairs_with_prefix": made.cache.pairs_held,
                     "bytes": made.cache.nbytes,
                 }
@@ -256,22 +256,27 @@ class Worker:
     def _make_caches(self, context: Context, cells: Sequence[Cell]) -> Iterator[CellCache]:
         """Yield the cache of every cell.
 
-        One restore pass serves all cells with the same adapter and config, and one eviction those
-        of them with the same ratio; each `kv_dtype` but the model's is a copy of that cache. The
-        time of what several cells share is charged to the first of them.
+        One restore pass serves all cells with the same adapter and config, unless it depends on
+        the ratio (an adapter that knows it, and restore_from="evicted"): then every eviction has
+        one. One eviction serves those of them with the same ratio; each `kv_dtype` but the model's
+        is a copy of that cache. The time of what several cells share is charged to the first of
+        them.
         """
         prepared = self._prepare(context, only_full=all(cell.evictor == FULL for cell in cells))
         seconds = dict(prepared.seconds)
         for members in group_by(cells, self._get_restore_key).values():
             adapter = self.adapters[members[0]]
-            view = prepared.with_config(self.config(members[0]))
-            view = view.with_restore_cache(adapter) if adapter else view
+            variant = prepared.with_config(self.make_config(members[0]))
+            variant = variant.with_restore_cache(adapter) if adapter else variant
             seconds |= {
-                phase: took for phase, took in view.seconds.items() if phase not in prepared.seconds
+                phase: took
+                for phase, took in variant.seconds.items()
+                if phase not in prepared.seconds
             }
             for ratio, group in group_by(members, lambda cell: cell.ratio).items():
                 # The cells of a group differ in `kv_dtype` only, so one eviction serves them all.
-                plain, took = view.evict_timed(ratio, None if group[0].restored else 0)
+                restore_tokens = None if group[0].restored else 0  # None: all of the adapter's
+                plain, took = variant.evict_timed(ratio, restore_tokens)
                 seconds |= took
                 for cell in group:
                     cache = plain
@@ -280,15 +285,13 @@ class Worker:
                             cache = plain.fork()
                             groups = self.identity.shape.groups
                             attention.quantize_context(cache, cell.kv_dtype, groups)
-                    yield CellCache(cell, view, cache, seconds)
+                    yield CellCache(cell, variant, cache, seconds)
                     # The time of shared steps has been charged to this cell.
                     seconds = {}
 
     def _get_restore_key(self, cell: Cell) -> tuple:
-        """Return a key that is equal for cells that differ only in ratio and `kv_dtype`: one
-        restore pass serves them.
-        """
-        return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.config(cell))
+        """Return a key that is equal for cells that differ only in ratio and `kv_dtype`."""
+        return (cell.evictor == FULL, cell.adapter, cell.restore_tokens, self.make_config(cell))
 
     def _prepare(self, context: Context, only_full: bool) -> PreparedContext:
         """Return the prepared context: its prefill and, unless only the full cache is asked, its
@@ -308,19 +311,16 @@ class Worker:
         self, context: Context, full_cache: Cache, seconds: Seconds
     ) -> ScoredContext:
         """Return a prepared context with scores of 0, for a cache that keeps every pair."""
-        shape = self.identity.shape
-        scores = torch.zeros(
-            shape.layers, shape.heads, context.text_tokens, device=self.model.device
-        )
+        scores = make_zero_scores(self.model, context)
         return ScoredContext(self.model, context, full_cache, scores, seconds=seconds)
 
     def _answer_from_full_cache(
-        self, context: Context, view: PreparedContext, sample: Sample, seconds: Seconds
+        self, context: Context, prepared: PreparedContext, sample: Sample, seconds: Seconds
     ) -> FullAnswers:
         """Return what the full cache answers to the sample's questions; for this, a streamed
         context is prefilled whole.
         """
-        full_cache = view.full
+        full_cache = prepared.full
         # A streamed context never holds the full cache.
         if full_cache is None:
             full_cache = prefill(self.model, context.ids)

@@ -311,8 +311,8 @@ def to_result(answers: list[Answer], details: bool, samples: int) -> str | Answe
 class AnswerStream(Iterator[str]):
     """Iterates over the pieces of an answer's text while it is generated.
 
-    `answer` is None until the last piece; then it is the complete `Answer`, with the reason why it
-    ended.
+    `answer` is None until the iterator has ended; then it is the complete `Answer`, with the reason
+    why it ended. It stays None if the iterator was closed or failed.
 
     Args:
         pieces: The pieces of the text.
@@ -333,6 +333,10 @@ class AnswerStream(Iterator[str]):
         except StopIteration:
             if self.answer is None and not self.closed:
                 self.answer = self.finish_answer()
+            raise
+        except BaseException:
+            # What was written so far is not an answer, also for who asks for the next piece.
+            self.closed = True
             raise
 
     def close(self) -> None:

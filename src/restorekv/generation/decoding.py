@@ -5,7 +5,8 @@ Questions of different lengths are padded on the left, after the restore cache; 
 padding and the positions skip it, so a batch answers as each question would alone. Where layers
 keep states, which padding would change, questions of different lengths are read by passes of their
 own and then decoded together. Decoding stops at any EOS id, also when it comes first. A row leaves
-the batch when its answer has ended.
+the batch when its answer has ended, except in steps of a fixed shape, which compute all rows and
+drop the tokens of those that have ended.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from restorekv.cache.ragged import ContextLayer, RaggedCache, list_tails
 from restorekv.cache.states import (
     EmptyLayer,
     StateLayer,
-    hand_back,
     join_states,
     list_state_layers,
+    split_joined_states,
 )
 from restorekv.errors import RestoreKVError
 from restorekv.generation import fixed_steps, step_self_test
@@ -219,13 +220,13 @@ async def run_in_thread(ask: Callable[[], T]) -> T:
         CANCELLED.set(cancelled)  # in the thread's own copy of the task's context
         return ask()
 
-    asked = asyncio.ensure_future(asyncio.to_thread(run))
+    task = asyncio.ensure_future(asyncio.to_thread(run))
     try:
         # Cancelling the task must not orphan the thread, which holds the model.
-        return await asyncio.shield(asked)
+        return await asyncio.shield(task)
     except asyncio.CancelledError:
         cancelled.set()
-        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.gather(task, return_exceptions=True)
         raise
 
 
@@ -289,6 +290,7 @@ def _write_fixed_tokens(
     # The step computes rows that have ended as well; their tokens are dropped.
     tokens = steps()[:, 0].tolist()
     written = [(row, tokens[row.number]) for row in rows if not row.ended]
+    # -1 marks logits that are not finite (`find_likeliest`).
     if min(token for _, token in written) < 0:
         refuse_not_finite()
     for row, token in written:
@@ -362,7 +364,7 @@ class Group(Generic[Row]):
     visible: Tensor | None
     unfinished: bool = False
 
-    def block(self) -> Block:
+    def make_block(self) -> Block:
         """Return what the next pass reads."""
         count, queries = self.ids.shape
         if self.visible is None:
@@ -450,7 +452,7 @@ def write_tokens(
     groups: Sequence[Group[Row]],
     stop_ids: set[int],
     first_may_stop: bool = True,
-    keep_logits: Callable[[Group[Row], Tensor], None] | None = None,
+    on_logits: Callable[[Group[Row], Tensor], None] | None = None,
 ) -> list[tuple[Row, int]]:
     """Run one pass of the model and return the next token of every row whose prompt is prefilled.
 
@@ -459,25 +461,25 @@ def write_tokens(
         groups: What the pass reads; their tails grow by it.
         stop_ids: The EOS ids, which end an answer.
         first_may_stop: Whether an EOS id that comes first ends an answer; in kvpress it does not.
-        keep_logits: Called with each group that writes and its logits (B, V).
+        on_logits: Called with each group that writes and its logits (B, V).
 
     Raises:
         RestoreKVError: The logits are not finite.
     """
-    logits, keep_states = forward_groups(model, groups)
+    logits, commit_states = forward_groups(model, groups)
     writing = [group for group in groups if not group.unfinished]
     rows = [row for group in writing for row in group.rows]
     if not rows:
-        keep_states()
+        commit_states()
         return []
     sizes = [len(group.rows) for group in writing]
     # Before anything advances, so that the pass can run again if this fails.
-    if keep_logits:
+    if on_logits:
         for group, group_logits in zip(writing, logits.split(sizes), strict=True):
-            keep_logits(group, group_logits)
+            on_logits(group, group_logits)
     samplers = [row.sampler for row in rows if row.sampler is not None]
     ids, tokens = sample_ids(logits, samplers)
-    keep_states()
+    commit_states()
     for group, group_ids in zip(writing, ids.split(sizes), strict=True):
         group.advance(group_ids)
     for row, token in zip(rows, tokens, strict=True):
@@ -503,7 +505,7 @@ def forward_groups(
     refuse_autocast(model.device.type)
     if list_state_layers(groups[0].layers):
         return _forward_stacked(model, groups)
-    blocks = [group.block() for group in groups]
+    blocks = [group.make_block() for group in groups]
     layers = []
     # At each depth, the layers of all groups become one layer of the pass.
     for at_depth in zip(*(group.layers for group in groups), strict=True):
@@ -516,6 +518,7 @@ def forward_groups(
     first = 0
     for group, block in zip(groups, blocks, strict=True):
         if not group.unfinished:
+            # The last token of each row, which has `queries` of them.
             last += range(first + block.queries - 1, first + block.tokens, block.queries)
         first += block.tokens
     wanted: int | Tensor = 0  # all tokens, to transformers
@@ -534,11 +537,11 @@ def forward_groups(
     # If the program replaced the model's forward method, it may ignore `logits_to_keep` and return
     # the logits of all tokens.
     if len(last) < first and len(logits) == first:
-        return logits[last], _keep_nothing
-    return logits[: len(last)], _keep_nothing
+        return logits[last], _commit_nothing
+    return logits[: len(last)], _commit_nothing
 
 
-def _keep_nothing() -> None:
+def _commit_nothing() -> None:
     """Do nothing, for a model without states."""
 
 
@@ -557,7 +560,7 @@ def _forward_stacked(
     logits: dict[int, Tensor] = {}  # (rows, V) by the group's id()
     advanced: list[tuple[StateLayer, list[StateLayer], list[int]]] = []
     for together in by_length.values():
-        blocks = [group.block() for group in together]
+        blocks = [group.make_block() for group in together]
         rows = [block.rows for block in blocks]
         layers: list[Any] = []
         for at_depth in zip(*(group.layers for group in together), strict=True):
@@ -582,13 +585,13 @@ def _forward_stacked(
         for group, own in zip(together, output.logits[:, -1].split(rows), strict=True):
             logits[id(group)] = own
 
-    def keep_states() -> None:
+    def commit_states() -> None:
         for joined, own_layers, rows in advanced:
-            hand_back(joined, own_layers, rows)
+            split_joined_states(joined, own_layers, rows)
 
     wanted = [logits[id(group)] for group in groups if not group.unfinished]
     # Without a row that writes, nobody looks at the logits.
-    return torch.cat(wanted or [next(iter(logits.values()))[:1]]), keep_states
+    return torch.cat(wanted or [next(iter(logits.values()))[:1]]), commit_states
 
 
 def pad_prompts(
@@ -628,8 +631,9 @@ def sample_ids(logits: Tensor, samplers: Sequence[Sampler]) -> tuple[Tensor, lis
         samplers: One for each row, or none.
     """
     if not samplers:
-        ids, marked = find_likeliest(logits)
-        likeliest = marked[:, 0].tolist()
+        ids, checked = find_likeliest(logits)
+        likeliest = checked[:, 0].tolist()
+        # -1 marks logits that are not finite.
         if min(likeliest) < 0:
             refuse_not_finite()
         return ids, likeliest
@@ -673,5 +677,5 @@ def collect_ids(ids: Any) -> set[int]:
     return set(torch.as_tensor(ids).flatten().tolist())
 
 
-# The self-test imports nothing from here, so it is given what it has to test.
+# This module imports the self-test, which therefore is given what it has to test.
 step_self_test.register_graph(FixedSteps, pad_prompts)

@@ -13,7 +13,7 @@ to the oldest prompt and the rest to the shortest others, so that neither a long
 question waits for all others.
 
 Rows of one context are decoded as one group: a tensor of tails, padded to the longest. A row joins
-as long as the padding is at most as large as what the rows hold (`_can_join`).
+as long as the padding is not much larger than what the rows hold (`_can_join`).
 """
 
 from __future__ import annotations
@@ -440,14 +440,14 @@ class Scheduler:
         columns = [list_tails(group.layers)[0].columns for group in groups]
         request_of_group = {id(request.group): request for request in prefilling}
 
-        def keep_logits(group: Group[SampleRow], logits: Tensor) -> None:
+        def on_logits(group: Group[SampleRow], logits: Tensor) -> None:
             # Several samples begin after the same prompt, some of them in later steps.
             request = request_of_group.get(id(group))
             if request and len(request.samplers) > 1:
                 request.logits = logits[0].clone()
 
         try:
-            written = write_tokens(self.model, groups, self.stop_ids, keep_logits=keep_logits)
+            written = write_tokens(self.model, groups, self.stop_ids, on_logits=on_logits)
         except Exception as error:
             self.end_failed(error, prefilling, outputs)
             # Prompts were new in this pass. Without them, the answers may still be written.

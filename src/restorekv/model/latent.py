@@ -31,7 +31,7 @@ from transformers.cache_utils import Cache
 
 from restorekv.model.attention import PROJECTIONS, Projection
 from restorekv.model.cache_argument import replace_cache
-from restorekv.model.linear_layers import compute_matrix_for_training
+from restorekv.model.linear_layers import compute_matrix_with_gradients
 
 _lock = threading.Lock()
 
@@ -66,23 +66,23 @@ def install_latent_attention(model: PreTrainedModel) -> None:
 
 
 def _change_class(kind: Any) -> None:
-    """Change a class of attention layers, as the text above says."""
-    expand_any = kind.expand_kv
-    forward_any = kind.forward
+    """Let attention layers of a class read and write [c; r] in caches of restorekv."""
+    original_expand_kv = kind.expand_kv
+    original_forward = kind.forward
 
-    @functools.wraps(expand_any)
+    @functools.wraps(original_expand_kv)
     def expand_kv(self: Any, latents: Any, rotated: Any) -> tuple[Any, Any]:
         if _is_joined(self, latents):
             return latents, rotated
-        return expand_any(self, latents, rotated)
+        return original_expand_kv(self, latents, rotated)
 
-    @functools.wraps(forward_any)
+    @functools.wraps(original_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         def join(cache: Cache) -> Any:
             return _JoiningCache(cache) if _takes_joined(cache, self.layer_idx) else cache
 
         replace_cache(kwargs, join)
-        return forward_any(self, *args, **kwargs)
+        return original_forward(self, *args, **kwargs)
 
     kind.expand_kv = expand_kv
     kind.forward = forward
@@ -134,7 +134,7 @@ def join_projections(module: Any, output: Tensor) -> Tensor:
 
 def _split_projection(module: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return W (H * G, nope, rank) and U (H * G, D, rank) of all heads."""
-    matrix = compute_matrix_for_training(module.kv_b_proj, dtype).to(dtype)
+    matrix = compute_matrix_with_gradients(module.kv_b_proj, dtype).to(dtype)
     sizes = [module.qk_nope_head_dim, module.v_head_dim]
     for_keys, for_values = matrix.view(-1, sum(sizes), matrix.shape[-1]).split(sizes, 1)
     return for_keys, for_values

@@ -90,12 +90,12 @@ def _is_quantized(layer: nn.Module) -> bool:
 @torch.no_grad()
 def compute_matrix(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the matrix (out, in) that a linear layer multiplies with, without gradients; see
-    `compute_matrix_for_training`.
+    `compute_matrix_with_gradients`.
     """
-    return compute_matrix_for_training(layer, dtype)
+    return compute_matrix_with_gradients(layer, dtype)
 
 
-def compute_matrix_for_training(layer: nn.Module, dtype: torch.dtype) -> Tensor:
+def compute_matrix_with_gradients(layer: nn.Module, dtype: torch.dtype) -> Tensor:
     """Return the matrix (out, in) that a linear layer multiplies with, of which autograd knows how
     it was made.
 

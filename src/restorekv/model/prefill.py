@@ -96,7 +96,7 @@ def prefill(
         backbone(input_ids=piece, **pass_cache(backbone, full), use_cache=True, **options)
         position += piece.shape[-1]
         for layer in states:
-            layer.read_marks(position)
+            layer.copy_if_marked(position)
     return full
 
 
@@ -260,7 +260,7 @@ def read_only_view(full: Cache, columns: int | None = None) -> Cache:
     layers: list[Any] = []
     for layer in list_dense_layers(full):
         if isinstance(layer, PairlessLayer):
-            layers.append(layer.at(position))
+            layers.append(layer.copy_at(position))
         else:
             layers.append(_make_read_only_layer(layer, columns, dropped))
     return Cache(layers=layers)

@@ -16,6 +16,9 @@ passes:
    states, also one token after the other;
 3. four of them, the last one far away, which must not change the keys of the others. If it does,
    this is repeated at the lengths that the config names (probe_limits.py).
+
+Models with latent attention also read all of them without a cache, where their class makes keys and
+values of every head, and with a cache of latents, which has to give the same attention.
 """
 
 from __future__ import annotations
@@ -205,11 +208,11 @@ def _check_heads(probed: ProbedModel, call: AttentionCall, expected: LayerHeads)
     plain = (1, expected.heads, len(IDS), expected.head_dim)
     shapes = [tuple(call.key.shape), tuple(call.value.shape)]
     if shapes != [plain, plain]:
-        (_, heads, _, size), (_, others, _, width) = shapes
+        (_, key_heads, _, key_dim), (_, value_heads, _, value_dim) = shapes
         raise probed.make_refusal(
-            f"has {heads} key heads of {size} and {others} value heads of {width} numbers, "
-            f"where {expected.heads} of {expected.head_dim} are expected, as latent attention "
-            "or unequal layers do"
+            f"has {key_heads} key heads of {key_dim} and {value_heads} value heads of {value_dim} "
+            f"numbers, where {expected.heads} of {expected.head_dim} are expected, as latent "
+            "attention or unequal layers do"
         )
     query_heads = expected.heads * expected.groups
     if call.query.shape[1] != query_heads:
@@ -236,6 +239,7 @@ def _check_eager(probed: ProbedModel, call: AttentionCall) -> None:
     later = torch.ones(rows, rows, dtype=torch.bool, device=query.device).triu(1)
     bias = torch.zeros(1, 1, rows, rows, dtype=torch.float32, device=query.device)
     bias = bias.masked_fill(later, torch.finfo(query.dtype).min)
+    # `bias` is the causal mask.
     options = {name: each for name, each in call.options.items() if name != "is_causal"}
     result, *_ = eager_attention(
         call.module, query, key, value, bias, scaling=call.scale, dropout=0.0, **options

@@ -110,16 +110,17 @@ class ProbedModel:
         self.windows = list_windows(self.model.config)
         # Of every layer, the one whose pairs it attends to.
         self.pair_layers = list_pair_layers(self.model.config)
-        # The layers that keep a state, those that keep nothing, those that attend, and the layer
-        # whose pairs each of these attends to.
+        # The layers of a cache that keep a state.
         self.states = find_state_layers(self.model.config)
-        # Of a layer of a cache with a state beside pairs, the layer of the model.
+        # Where layers have both pairs and a state: the model's layer of each state's layer.
         beside = list_layers_beside(self.model.config)
         self._owners = {number: index for index, number in beside.items()}
         self.double = tuple(beside)
+        # The layers that keep nothing.
         self.empty = find_empty_layers(self.model.config)
         layers = range(len(self.pair_layers))
         pairless = find_pairless_layers(self.model.config)
+        # The layers that attend, and the layer whose pairs each of them attends to.
         self.attending = [index for index in layers if index not in pairless]
         self.attended = [self.pair_layers[index] for index in self.attending]
         # The dtype whose rounding may explain a difference: the model's, or one of 16 bits, since

@@ -1,8 +1,9 @@
 """Layers that have pairs and a state, as in Falcon-H1, where attention and a state-space model read
 the same input side by side.
 
-transformers 5.24 keeps both in one layer of its cache. In a cache of restorekv the pairs of N such
-layers are in the first N layers, and their states in N more (`find_state_layers`). So a layer of a
+transformers 5.24 keeps both in one layer of its cache. In a cache of restorekv the pairs of a
+model of N such layers are in the first N layers, and their states in N more (`find_state_layers` in
+shape.py). So a layer of a
 cache has either pairs or a state, and whatever evicts, copies, saves or restores layers needs to
 know no third kind.
 
@@ -96,17 +97,17 @@ def _find_module(layer: nn.Module, index: int) -> nn.Module | None:
 
 
 def _change_class(kind: Any) -> None:
-    """Change a class of modules with states, as the text above says."""
-    forward_any = kind.forward
+    """Let modules of a class find their states in the further layers of a cache of restorekv."""
+    original_forward = kind.forward
 
-    @functools.wraps(forward_any)
+    @functools.wraps(original_forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        def show_states(cache: Cache) -> Any:
+        def wrap_cache(cache: Cache) -> Any:
             number = _find_state_layer(cache, self.layer_idx)
             return cache if number is None else _CacheOfStates(cache, number)
 
-        replace_cache(kwargs, show_states)
-        return forward_any(self, *args, **kwargs)
+        replace_cache(kwargs, wrap_cache)
+        return original_forward(self, *args, **kwargs)
 
     kind.forward = forward
 

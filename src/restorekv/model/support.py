@@ -34,6 +34,7 @@ __all__ = [
     "prepare_model",
     "refuse_autocast",
     "refuse_beyond_exact",
+    "refuse_cast_model",
     "refuse_scoring_beyond",
 ]
 

@@ -30,9 +30,9 @@ from restorekv.errors import RestoreKVError, warn
 from restorekv.model.shape import get_vocabulary_size, refuse_default_device
 from restorekv.seal import short_hash
 
-LARGEST_PADDING = 2  # embeddings that a model has at most for each token of its tokenizer
+MAX_EMBEDDINGS_PER_TOKEN = 2  # embeddings that a model has at most for each token of its tokenizer
 REPLACEMENT = "\ufffd"  # of bytes that make no character
-CHARACTER_TOKENS = 8  # at most, of one character
+MAX_TOKENS_PER_CHARACTER = 8  # at most, of one character
 # Texts to encode before another one, tried in this order until no token spans both.
 ANCHORS = ("\n", "x", ".", "0")
 
@@ -69,19 +69,20 @@ def check_model_and_tokenizer(model: object, tokenizer: object) -> None:
     refuse_default_device()
     find_control_tokens(cast("Tokenizer", tokenizer))  # refuses one that does not name them
     # Tokens that were added may be more than the model has; those of the vocabulary itself may not.
-    known = get_vocabulary_size(cast("PreTrainedModel", model))
-    written = cast("Tokenizer", tokenizer).vocab_size
-    if written > known:
+    model_size = get_vocabulary_size(cast("PreTrainedModel", model))
+    tokenizer_size = cast("Tokenizer", tokenizer).vocab_size
+    if tokenizer_size > model_size:
         raise RestoreKVError(
-            f"The tokenizer has {written:,} tokens and the model {known:,}; pass the tokenizer "
-            "that belongs to the model."
+            f"The tokenizer has {tokenizer_size:,} tokens and the model {model_size:,}; pass the "
+            "tokenizer that belongs to the model."
         )
     # Models pad their embeddings, usually by a few hundred rows. More is not an error: a model of
     # random weights may have any tokenizer, as in the benchmarks.
-    if known > LARGEST_PADDING * len(cast("Tokenizer", tokenizer)):
+    whole_size = len(cast("Tokenizer", tokenizer))
+    if model_size > MAX_EMBEDDINGS_PER_TOKEN * whole_size:
         warn(
-            f"The tokenizer has {written:,} tokens and the model {known:,}; answers make no sense "
-            "unless it is the tokenizer that the model was trained with."
+            f"The tokenizer has {whole_size:,} tokens and the model {model_size:,}; answers make "
+            "no sense unless it is the tokenizer that the model was trained with."
         )
 
 
@@ -242,7 +243,7 @@ class TextStream:
             self.start = len(self.decoded)
 
     @property
-    def certain(self) -> str:
+    def whole_text(self) -> str:
         """The text up to the last id with which all its characters were whole."""
         return self.decoded[self.start :]
 
@@ -266,7 +267,7 @@ class TextStream:
                 self.decoded = text
         if not self.byte_ids or not self._may_be_in_bytes(token):
             self.settled_end = len(self.decoded)
-        return self.certain
+        return self.whole_text
 
     def _may_be_in_bytes(self, token: int) -> bool:
         """Return whether a run of tokens for bytes may go on after this id: it is one of them, or
@@ -298,7 +299,7 @@ class TextStream:
 
     def get_text(self) -> str:
         """Return the text of all ids, exactly as the tokenizer decodes them."""
-        return self._decode_all()[self.start :] if self.pending else self.certain
+        return self._decode_all()[self.start :] if self.pending else self.whole_text
 
     def _decode_all(self) -> str:
         return str(self.tokenizer.decode(self.ids, skip_special_tokens=self.skip_special_tokens))
@@ -393,7 +394,7 @@ def split_into_pieces(tokenizer: Tokenizer, ids: tuple[int, ...]) -> list[tuple[
         known = decode_ids(tokenizer, ids[before:start])
         text = decode_ids(tokenizer, ids[before:end])
         is_broken = text.endswith(REPLACEMENT) and end < len(ids)
-        if is_broken and end - start < CHARACTER_TOKENS:
+        if is_broken and end - start < MAX_TOKENS_PER_CHARACTER:
             continue
         piece = text.removeprefix(known)
         if not text.startswith(known):  # the tokenizer cleans spaces: it changed an earlier one

@@ -3,7 +3,8 @@ eviction keeps.
 
     C_restore = KV(E; theta + LoRA, C_full)
 
-at positions S+T .. S+T+n-1, causally, before anything is dropped.
+at positions S+T .. S+T+n-1, causally, before anything is dropped (with restore_from="evicted", over
+what eviction has left). An adapter that knows the ratio moves E with it.
 
 Only this pass uses LoRA. It runs through `adapted_model`, a second set of modules with PEFT's
 layers that shares the model's weights; the model itself is never changed. (PEFT's own switch would
@@ -25,7 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from restorekv.cache.states import PairlessLayer, keep_read_states
+from restorekv.cache.states import PairlessLayer, clone_saved_states
 from restorekv.cache.tail import CompressedLayer
 from restorekv.errors import AdapterError, warn
 from restorekv.model import base_weights
@@ -43,14 +44,16 @@ from restorekv.restore.adapter_file import AdapterCard, StoredAdapter, to_plain_
 from restorekv.restore.choices import LARGEST_ALPHA, LINEAR_LAYERS
 from restorekv.restore.hub import fetch_adapter, recognize_copy
 from restorekv.restore.licenses import inherit_license, normalize_license
-from restorekv.restore.lora import NAME as LORA_NAME
 from restorekv.restore.lora import (
+    LORA_A,
+    LORA_B,
     attach_lora,
     check_lora_fit,
     extend_rank,
     pad_rank,
     refuse_other_adapters,
 )
+from restorekv.restore.lora import NAME as LORA_NAME
 from restorekv.restore.use_warnings import warn_of_other_use
 
 # The ratio at which ratio vectors add nothing to the embeddings.
@@ -92,8 +95,8 @@ class RestoreAdapter(nn.Module):
         adapted, layers = attach_lora(model, config)
         self.lora_parameters: dict[str, nn.Parameter] = {}
         for path, layer in layers.items():
-            self.lora_parameters[f"{path}.lora_A.weight"] = layer.lora_A[LORA_NAME].weight
-            self.lora_parameters[f"{path}.lora_B.weight"] = layer.lora_B[LORA_NAME].weight
+            self.lora_parameters[path + LORA_A] = layer.lora_A[LORA_NAME].weight
+            self.lora_parameters[path + LORA_B] = layer.lora_B[LORA_NAME].weight
         self.lora = nn.ParameterList(self.lora_parameters.values())
         # In a tuple, so that nn.Module does not register both as submodules.
         self._models = (model, adapted)
@@ -396,7 +399,7 @@ class RestoreAdapter(nn.Module):
         layers: list[Any] = []
         for layer in cache.layers:
             layers.append(layer.copy() if isinstance(layer, PairlessLayer) else layer)
-        with keep_read_states(layers):
+        with clone_saved_states(layers):
             backbone(
                 position_ids=positions[None],
                 **pass_embeddings(backbone, embeddings[None]),
@@ -418,7 +421,7 @@ class RestoreAdapter(nn.Module):
         license: str | None = None,
         separator: str | None = None,
     ) -> None:
-        """Record what the adapter is being trained with, and the weights of its model.
+        """Record what the adapter was trained with, and the weights of its model.
 
         Warn if its license, or one of its data's, forbids commercial use.
 

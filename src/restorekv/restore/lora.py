@@ -48,8 +48,16 @@ ALLOWED_SETTINGS = {
     "base_model_name_or_path": str | None,
     "revision": str | None,
 }
-SELECTING = ("exclude_modules", "layers_to_transform", "layers_pattern")
-DESCRIBING = ("peft_type", "peft_version", "auto_mapping", "megatron_core", "qalora_group_size")
+# Settings that choose layers, in place of which the layers with tensors are listed; and settings
+# that change nothing here.
+LAYER_SELECTORS = ("exclude_modules", "layers_to_transform", "layers_pattern")
+IGNORED_SETTINGS = (
+    "peft_type",
+    "peft_version",
+    "auto_mapping",
+    "megatron_core",
+    "qalora_group_size",
+)
 
 
 def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraConfig:
@@ -58,7 +66,7 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
     """
     defaults = LoraConfig()
     for name, value in entries.items():
-        if name in ALLOWED_SETTINGS or name in SELECTING or name in DESCRIBING:
+        if name in ALLOWED_SETTINGS or name in LAYER_SELECTORS or name in IGNORED_SETTINGS:
             continue
         # Settings that PEFT writes and this project does not use are ignored if they are off.
         if value and value != getattr(defaults, name, None):
@@ -70,7 +78,7 @@ def parse_lora_config(entries: dict[str, Any], lora: dict[str, Tensor]) -> LoraC
     # PEFT takes some of the names for regular expressions, and one of a stranger's file could run
     # for years. If layers are chosen by more than a list of names, list those that have tensors.
     is_pattern = isinstance(known.get("target_modules"), str)
-    if is_pattern or any(entries.get(name) for name in SELECTING):
+    if is_pattern or any(entries.get(name) for name in LAYER_SELECTORS):
         known["target_modules"] = sorted(
             {name.removesuffix(LORA_A) for name in lora if name.endswith(LORA_A)}
         )
@@ -197,8 +205,8 @@ def attach_lora(
             "name linear layers that the model has (--targets in the shell): "
             f"{_list_linear_names(model)}."
         ) from error
-    # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not. That of embeddings
-    # has no `lora_A`.
+    # Subclasses of LoraLayer, which are modules; PEFT's LoraLayer itself is not. The `lora_A` of
+    # embeddings is empty.
     layers: dict[str, Any] = {
         path: module
         for path, module in adapted.named_modules()

@@ -239,7 +239,7 @@ def list_logprobs(
         values.append(value)
         # The texts of single tokens do not add up to this: several tokens may make one character,
         # which begins with the first of them.
-        offsets.append(len(answer.certain))
+        offsets.append(len(answer.whole_text))
         answer.push(token)
         texts_of_top: dict[str, float] = {}
         for other, each in top.items():

@@ -172,7 +172,7 @@ def pack_cache(cache: RaggedCache, context: Context) -> dict[str, Tensor]:
         tensors[f"sliding.{index}.values"] = layer.context_values[0]
         tensors[f"sliding.{index}.restore_keys"] = layer.restore_keys[0]
         tensors[f"sliding.{index}.restore_values"] = layer.restore_values[0]
-    # Of one row, without its batch dimension.
+    # States are stored without their batch dimension: there is one row.
     for index, layer in enumerate(cache.with_states):
         for name, state in layer.named_tensors.items():
             tensors[f"states.{index}.{name}"] = state[0]
@@ -197,24 +197,24 @@ def unpack_cache(tensors: dict[str, Tensor], seen: int, manifest: Manifest) -> R
 
     `seen` is the number of positions that the context occupied, the offset included.
     """
-    # An ordinary model has neither windows nor layers without pairs.
+    # A manifest without windows is of a model in which no layer has one.
     windows = manifest.windows or [0] * manifest.layers
-    ragged = 0
-    sliding = 0
-    with_states = 0
+    ragged_index = 0
+    sliding_index = 0
+    state_index = 0
     layers: list[ContextLayer] = []
     for index, window in enumerate(windows):
         if index in manifest.states:
-            layers.append(unpack_state_layer(tensors, with_states, manifest))
-            with_states += 1
+            layers.append(unpack_state_layer(tensors, state_index, manifest))
+            state_index += 1
         elif index in manifest.empty_layers:
             layers.append(EmptyLayer())
         elif window:
-            layers.append(unpack_sliding_layer(tensors, sliding, window, seen, manifest))
-            sliding += 1
+            layers.append(unpack_sliding_layer(tensors, sliding_index, window, seen, manifest))
+            sliding_index += 1
         else:
-            layers.append(unpack_layer(tensors, ragged, seen, manifest))
-            ragged += 1
+            layers.append(unpack_layer(tensors, ragged_index, seen, manifest))
+            ragged_index += 1
     return RaggedCache(layers)
 
 

@@ -1,9 +1,11 @@
 """The training loop (Eqs. 7-9 and "Training Setup Details"), top to bottom.
 
-One step: for each of a few contexts, prefill and score without gradients, run the restore pass with
-gradients, draw r ~ U(r_min, r_max), evict to the budget, and let the student read the small cache.
-Teacher and student see the same question and the teacher's own greedy answer; only embeddings and
-LoRA are trained. The teacher's question starts at position S + T, the student's at S + T + n.
+One step: draw a few contexts, and for each of them one or more ratios r, by default from
+U(r_min, r_max); prefill and score without gradients, run the restore pass with gradients, evict to
+the budget of each r, and let the student read the small cache. Teacher and student see the same
+question and the teacher's own greedy answer; only embeddings, LoRA and, of an adapter that knows
+the ratio, its vectors are trained. The teacher's question starts at position S + T, the student's
+at S + T + n, with as many restore tokens n as were drawn.
 """
 
 import csv
@@ -141,7 +143,7 @@ def train_adapter(
             "The model was loaded inside torch.inference_mode, so nothing can be trained through "
             "its weights; load it outside."
         )
-    # Everything that can be refused is refused before the folder is made.
+    # Everything that can be refused is refused before the folder is made, by the lock below.
     check_folders(folder, resume, store)
     adapter = make_initial_adapter(model, tokenizer, config, notice)
     init_name = _name_init_adapter(config.init)
@@ -165,8 +167,8 @@ def train_adapter(
         if not start:
             notice(f"There is no checkpoint in {folder}; starting from the beginning.")
     _check_first_sample(run, teacher_cache, start, group, notice)
+    # Processes that resume may have found different checkpoints.
     group.check_same(adapter.to_stored().weights_hash())
-    # Only now is the folder made: everything that may be refused has been checked.
     if config.steps < config.warmup:
         peak = compute_learning_rate(config, config.steps - 1)
         notice(

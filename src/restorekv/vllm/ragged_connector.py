@@ -159,7 +159,7 @@ class RaggedConnector(DocumentConnector):
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tokens = self.scheduler.count_computed_tokens(request, num_computed_tokens)
+        tokens = self.scheduler.admit_request(request, num_computed_tokens)
         # The tokens count as computed immediately: nothing is loaded into vLLM's own pool. Only
         # a request that must end with an error waits for it; see connector_base.
         return tokens, request.request_id in self.scheduler.problems
@@ -248,7 +248,7 @@ class RaggedConnectorScheduler:
         self.load_number = 0
         self.refused: dict[str, int] = {}  # of the next step's orders
 
-    def count_computed_tokens(self, request: Request, computed: int) -> int | None:
+    def admit_request(self, request: Request, computed: int) -> int | None:
         """Return how many more tokens of a request count as computed; None while it must wait.
 
         The document of a new request is found and pinned here, because this is vLLM's first call
@@ -272,7 +272,7 @@ class RaggedConnectorScheduler:
                 # It will never fit, so the request must not wait for room.
                 pages = self.page_counts[document.name]
                 problem = describe_excess(document.path, pages, self.ledger.pages)
-                self._give_up(request_id, problem)
+                self._fail_request(request_id, problem)
                 document = None
         if request_id in self.problems:
             # vLLM must accept the promised tokens, even if the request skips the prefix cache.
@@ -287,13 +287,13 @@ class RaggedConnectorScheduler:
         try:
             document = self.store.find_document(ids, wanted)
         except RestoreKVError as error:
-            self._give_up(request.request_id, str(error))
+            self._fail_request(request.request_id, str(error))
             return
         if document is None:
             return
         problem = find_request_problem(request)
         if problem:
-            self._give_up(request.request_id, problem)
+            self._fail_request(request.request_id, problem)
             return
         limit_answer_length(request, self.store, document)
         self.documents[request.request_id] = document
@@ -309,7 +309,7 @@ class RaggedConnectorScheduler:
             self.page_counts[document.name] = pages
         return self.ledger.pin_or_load(request_id, document.name, pages)
 
-    def _give_up(self, request_id: str, problem: str) -> None:
+    def _fail_request(self, request_id: str, problem: str) -> None:
         """End a request with an error, and log the reason."""
         log.error("Request %s ends: %s", request_id, problem)
         self.ledger.release(request_id)
@@ -339,7 +339,7 @@ class RaggedConnectorScheduler:
             del self.newest_load[name]
             for request_id, document in list(self.documents.items()):
                 if document.name == name:
-                    self._give_up(request_id, problem)
+                    self._fail_request(request_id, problem)
             self.ledger.forget(name)
 
     def make_orders(self, scheduled: Mapping[str, int]) -> RaggedConnectorMetadata:
@@ -364,6 +364,7 @@ class RaggedConnectorScheduler:
     def forget_request(self, request_id: str) -> None:
         """Release what a finished request held."""
         self.ledger.release(request_id)
+        # Not `refused`, which the step that scheduled the request has emptied.
         for table in (self.documents, self.problems, self.first_blocks):
             table.pop(request_id, None)
 
