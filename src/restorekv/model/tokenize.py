@@ -16,7 +16,7 @@ import secrets
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
@@ -230,10 +230,6 @@ class TextStream:
         self.start = 0  # characters at its start that are not of this text
         self.pending = False  # whether ids after that have added nothing to it yet
         self.settled_end = 0  # where what no later id can change ends in `decoded`
-        self.byte_ids = find_byte_ids(tokenizer)
-        self.left_out_ids: frozenset[int] = frozenset()
-        if self.byte_ids and skip_special_tokens:
-            self.left_out_ids = _find_special_ids(tokenizer)
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):
             self.stream = DecodeStream(skip_special_tokens=skip_special_tokens)
@@ -265,15 +261,24 @@ class TextStream:
             self.pending = text.endswith(REPLACEMENT)
             if not self.pending:
                 self.decoded = text
-        if not self.byte_ids or not self._may_be_in_bytes(token):
+        if not self._byte_ids or not self._may_be_in_bytes(token):
             self.settled_end = len(self.decoded)
         return self.whole_text
+
+    @cached_property
+    def _byte_ids(self) -> frozenset[int]:
+        return find_byte_ids(self.tokenizer)
+
+    @cached_property
+    def _left_out_ids(self) -> frozenset[int]:
+        """The special tokens, if decoding leaves them out."""
+        return _find_special_ids(self.tokenizer) if self.skip_special_tokens else frozenset()
 
     def _may_be_in_bytes(self, token: int) -> bool:
         """Return whether a run of tokens for bytes may go on after this id: it is one of them, or
         decoding leaves it out.
         """
-        if token in self.byte_ids or token in self.left_out_ids:
+        if token in self._byte_ids or token in self._left_out_ids:
             return True
         backend: Any = self.tokenizer.backend_tokenizer
         return backend.id_to_token(token) is None
