@@ -33,7 +33,8 @@ from restorekv.model.attention.self_tests import Component, Measurement, Target
 from tests.helpers import fake_device
 
 SHAPE = (3, 2, 16)
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+# The two dtypes in which models mostly run, and one at night.
+DTYPES = [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
 
 
 @pytest.fixture
