@@ -40,6 +40,7 @@ from restorekv.model import attention
 from restorekv.model.attention.caps import cap_logits
 from restorekv.model.attention.sinks import compute_weights
 from restorekv.model.latent import install_latent_attention
+from restorekv.model.parallel_states import install_parallel_states
 from restorekv.model.prefill import make_full_cache, read_only_view
 from restorekv.model.probe_limits import Support, find_limit
 from restorekv.model.probe_passes import (
@@ -65,7 +66,6 @@ from restorekv.model.shape import (
     list_attention_modules,
     list_heads,
 )
-from restorekv.model.states_beside import install_states_beside
 
 # Standard deviation of _check_eager's random logits: large ones show caps, sinks and biases.
 LOGIT_DEVIATION = 4.0
@@ -86,7 +86,7 @@ def probe_model(model: PreTrainedModel) -> Support:
         )
     install_latent_attention(model)
     _check_latent_class(model)
-    install_states_beside(model)
+    install_parallel_states(model)
     attention.install_attention(model)
     try:
         with torch.no_grad():
@@ -173,16 +173,12 @@ def _check_calls(probed: ProbedModel, record: PassRecord, cache: Any) -> None:
     """Refuse attention that is not each layer's softmax over plain keys and values."""
     layers = len(probed.attending)
     called = [getattr(call.module, "layer_idx", None) for call in record.calls]
-    if called != list(probed.attending) or len(cache.layers) != len(probed.windows):
-        if called and len(cache.layers) == len(probed.windows):
-            if len(called) == layers:
-                raise probed.make_refusal(
-                    "does not call the attention of its layers in their order"
-                )
-            raise probed.make_refusal(
-                f"calls its attention {len(called)} times for {layers} layers"
-            )
+    if not called or len(cache.layers) != len(probed.windows):
         raise probed.make_refusal("does not compute attention through AttentionInterface")
+    if len(called) != layers:
+        raise probed.make_refusal(f"calls its attention {len(called)} times for {layers} layers")
+    if called != list(probed.attending):
+        raise probed.make_refusal("does not call the attention of its layers in their order")
     all_heads = list_heads(probed.model.config)
     modules = list_attention_modules(probed.model)
     for call, module, source in zip(record.calls, modules, probed.attended, strict=True):

@@ -202,7 +202,7 @@ def _find_cache_limit(probed: ProbedModel) -> Support:
     known = dict.fromkeys(probed.states, "LinearAttentionLayer")
     known |= dict.fromkeys(probed.empty, "DummyLayer")
     # A state that is beside pairs is in the same layer here.
-    known |= dict.fromkeys(probed.double, "LinearAttentionAndFullAttentionLayer")
+    known |= dict.fromkeys(probed.parallel, "LinearAttentionAndFullAttentionLayer")
     for index, name in known.items():
         if index < len(layers) and type(layers[index]).__name__ != name:
             raise probed.make_refusal(f"keeps {type(layers[index]).__name__} of its own")

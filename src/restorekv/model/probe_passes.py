@@ -28,8 +28,8 @@ from restorekv.model.shape import (
     find_pairless_layers,
     find_state_layers,
     get_dtype_name,
-    list_layers_beside,
     list_pair_layers,
+    list_parallel_layers,
     list_windows,
 )
 
@@ -113,9 +113,9 @@ class ProbedModel:
         # The layers of a cache that keep a state.
         self.states = find_state_layers(self.model.config)
         # Where layers have both pairs and a state: the model's layer of each state's layer.
-        beside = list_layers_beside(self.model.config)
-        self._owners = {number: index for index, number in beside.items()}
-        self.double = tuple(beside)
+        parallel = list_parallel_layers(self.model.config)
+        self._owners = {number: index for index, number in parallel.items()}
+        self.parallel = tuple(parallel)
         # The layers that keep nothing.
         self.empty = find_empty_layers(self.model.config)
         layers = range(len(self.pair_layers))

@@ -21,7 +21,7 @@ _STATE_LAYERS = {"linear_attention", "conv"} if HAS_STATES else set()
 _EMPTY_LAYERS = {"moe", "mlp"} if HAS_STATES else set()
 _PAIRLESS_LAYERS = _STATE_LAYERS | _EMPTY_LAYERS
 # These have pairs and a state; only models in which all layers do are used (Falcon-H1).
-_DOUBLE_LAYERS = {"hybrid"} if HAS_STATES else set()
+_PARALLEL_LAYERS = {"hybrid"} if HAS_STATES else set()
 # What layers call their attention. The second name is GPT-NeoX's; a block of Nemotron-H has one
 # module, a mixer, whatever its kind.
 _ATTENTION_NAMES = ("self_attn", "attention", "mixer")
@@ -51,8 +51,8 @@ class CacheShape:
         # layers that hold nothing in a model without states.
         if kinds & _STATE_LAYERS and not kinds - _PAIRLESS_LAYERS - {FULL_ATTENTION}:
             known = {FULL_ATTENTION} | _PAIRLESS_LAYERS
-        if kinds == _DOUBLE_LAYERS:
-            known = _DOUBLE_LAYERS
+        if kinds == _PARALLEL_LAYERS:
+            known = _PARALLEL_LAYERS
         unknown = kinds - known
         if unknown:
             raise ModelError(
@@ -188,7 +188,7 @@ def list_windows(config: Any) -> tuple[int | None, ...]:
     own = _list_layer_configs(config)
     kinds = list(getattr(config, "layer_types", None) or ())[: len(own)]
     if set(kinds) != {FULL_ATTENTION, "sliding_attention"}:
-        return (None,) * (len(own) + len(list_layers_beside(config)))
+        return (None,) * (len(own) + len(list_parallel_layers(config)))
     windows: list[int | None] = []
     for kind, layer_config in zip(kinds, own, strict=True):
         window = None
@@ -236,20 +236,20 @@ def describe_windows(config: Any) -> list[int]:
     return windows if any(windows) else []
 
 
-def list_layers_beside(config: Any) -> dict[int, int]:
+def list_parallel_layers(config: Any) -> dict[int, int]:
     """Return, by the number of each layer of the model that has pairs and a state, the number of
-    the layer of a cache that has its state (states_beside.py); most models have no such layers.
+    the layer of a cache that has its state (parallel_states.py); most models have no such layers.
     """
     first = int(config.get_text_config().num_hidden_layers)
-    double = _find_layers(config, _DOUBLE_LAYERS)
-    return {index: first + place for place, index in enumerate(double)}
+    parallel = _find_layers(config, _PARALLEL_LAYERS)
+    return {index: first + place for place, index in enumerate(parallel)}
 
 
 def find_state_layers(config: Any) -> tuple[int, ...]:
     """Return the numbers of the layers of a cache that keep a state instead of pairs, in ascending
     order (cache/states.py); most models have none.
     """
-    return _find_layers(config, _STATE_LAYERS) + tuple(list_layers_beside(config).values())
+    return _find_layers(config, _STATE_LAYERS) + tuple(list_parallel_layers(config).values())
 
 
 def find_empty_layers(config: Any) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ def find_pairless_layers(config: Any) -> tuple[int, ...]:
     """Return the numbers of the layers of a cache that have no pairs, in ascending order: those
     that keep a state, and those that keep nothing.
     """
-    return _find_layers(config, _PAIRLESS_LAYERS) + tuple(list_layers_beside(config).values())
+    return _find_layers(config, _PAIRLESS_LAYERS) + tuple(list_parallel_layers(config).values())
 
 
 def _find_layers(config: Any, kinds: set[str]) -> tuple[int, ...]:

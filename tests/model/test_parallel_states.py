@@ -11,7 +11,7 @@ from restorekv.cache.ragged import RaggedLayer
 from restorekv.cache.states import HAS_STATES, StateLayer
 from restorekv.cli import execute
 from restorekv.errors import CacheFileError, ModelError
-from restorekv.model import states_beside
+from restorekv.model import parallel_states
 from restorekv.model.cache_argument import pass_cache
 from restorekv.model.support import get_support, prepare_model
 from tests.helpers.compressing import QUESTIONS, compress_with, make_adapter
@@ -100,7 +100,7 @@ def test_a_file_of_a_plain_model_is_refused(model, tiny_tokenizer, tmp_path):
 
 def test_a_part_that_is_not_found_is_refused(monkeypatch):
     model = build_hybrid("falcon_h1")
-    monkeypatch.setattr(states_beside, "_find_module", lambda layer, index: None)
+    monkeypatch.setattr(parallel_states, "_find_module", lambda layer, index: None)
     model.config.name = "other parts"  # so that it counts as new
     with pytest.raises(ModelError, match="pairs and a state, whose parts are not where"):
         get_support(model)

@@ -1,11 +1,10 @@
 """Layers that have pairs and a state, as in Falcon-H1, where attention and a state-space model read
-the same input side by side.
+the same input in parallel.
 
-transformers 5.24 keeps both in one layer of its cache. In a cache of restorekv the pairs of a
-model of N such layers are in the first N layers, and their states in N more (`find_state_layers` in
-shape.py). So a layer of a
-cache has either pairs or a state, and whatever evicts, copies, saves or restores layers needs to
-know no third kind.
+transformers 5.24 keeps both in one layer of its cache. In a cache of restorekv the pairs of a model
+of N such layers are in the first N layers, and their states in N more (`find_state_layers` in
+shape.py). So a layer of a cache has either pairs or a state, and whatever evicts, copies, saves or
+restores layers needs to know no third kind.
 
 Here the classes that compute with states are changed, so that they find them there. With any other
 cache they compute what they always did.
@@ -24,7 +23,7 @@ from transformers.cache_utils import Cache
 from restorekv.cache.states import StateLayer
 from restorekv.errors import ModelError
 from restorekv.model.cache_argument import replace_cache
-from restorekv.model.shape import find_attention, get_backbone, list_layers_beside
+from restorekv.model.shape import find_attention, get_backbone, list_parallel_layers
 
 _lock = threading.Lock()
 _changed_classes: set[type] = set()
@@ -64,14 +63,15 @@ class _CacheOfStates:
         return getattr(self.cache, name)
 
 
-def install_states_beside(model: PreTrainedModel) -> None:
-    """Let the classes of modules that have a state beside pairs use caches of restorekv.
+def install_parallel_states(model: PreTrainedModel) -> None:
+    """Let the classes of modules with a state, in layers that also have pairs, use caches of
+    restorekv.
 
     Raises:
         ModelError: The module that has a layer's state is not to be found.
     """
     backbone: Any = get_backbone(model)
-    for index in list_layers_beside(model.config):
+    for index in list_parallel_layers(model.config):
         module = _find_module(backbone.layers[index], index)
         if module is None:
             raise ModelError(
