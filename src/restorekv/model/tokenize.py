@@ -180,6 +180,7 @@ def _encode_piece(encode: Callable[[str], list[int]], text: str, continues: bool
             ids = encode(anchor + text)
             if ids[: len(before)] == before:
                 return ids[len(before) :]
+    # No anchor stays apart from the text, which then begins as one that stands alone.
     return encode(text)
 
 
@@ -228,7 +229,7 @@ class TextStream:
         self.ids: list[int] = []
         self.decoded = ""  # the text up to the last id with which all its characters were whole
         self.start = 0  # characters at its start that are not of this text
-        self.pending = False  # whether ids after that have added nothing to it yet
+        self.pending = False  # whether ids after `decoded` have added nothing to it yet
         self.settled_end = 0  # where what no later id can change ends in `decoded`
         self.stream: DecodeStream | None = None
         if _can_stream(tokenizer):

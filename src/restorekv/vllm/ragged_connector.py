@@ -230,6 +230,8 @@ class RaggedConnectorScheduler:
     def __init__(self, config: VllmConfig, store: RaggedStore) -> None:
         self.store = store
         self.block_size = config.cache_config.block_size
+        # Equal, since pipeline parallel ranks are refused: heads are split over ranks, and loads
+        # are counted in workers.
         self.ranks = config.parallel_config.tensor_parallel_size
         self.workers = config.parallel_config.world_size
         store.scan()
