@@ -119,8 +119,12 @@ def test_8_bits_and_no_adapter_are_portable(tiny_model, tiny_tokenizer):
 
 
 def test_what_is_not_portable_says_what_to_do(tiny_model, tiny_tokenizer):
-    with pytest.raises(RestoreKVError, match="allocation='per-head'"):
+    with pytest.raises(RestoreKVError, match="allocation='per-head'") as error:
         small_of(tiny_model, tiny_tokenizer, allocation="global").portable()
+    assert "am-fast" not in str(error.value)
+    fitted = compress_with(tiny_model, tiny_tokenizer, TEXT, evictor="am-fast", ratio=0.3)
+    with pytest.raises(RestoreKVError, match="no weights of pairs, which am-fast fits"):
+        fitted.portable()
     dynamic = build_model(
         "llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
     )

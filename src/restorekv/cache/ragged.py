@@ -421,10 +421,14 @@ class RaggedCache(Cache):
             )
         layers = self.full_attention
         # transformers has one length per layer and no bias, so only a rectangle can be handed over.
-        if len(self.lengths.unique()) > 1 or any(layer.bias is not None for layer in layers):
+        if any(layer.bias is not None for layer in layers):
             raise RestoreKVError(
-                "A plain cache needs heads of one length, and pairs without weights, which am-fast "
-                "fits; evict with allocation='per-head', not with am-fast."
+                "A plain cache has no weights of pairs, which am-fast fits; compress with an "
+                "evictor, with allocation='per-head'."
+            )
+        if len(self.lengths.unique()) > 1:
+            raise RestoreKVError(
+                "A plain cache needs heads of one length; evict with allocation='per-head'."
             )
         pairs = []
         for layer in layers:

@@ -70,6 +70,7 @@ FLAGS = {
     "on_small_budget='fewer', in the shell ": "",
     "reached max_new_tokens": "reached --max-new-tokens",
     "evict with allocation='per-head'": "compress with --allocation per-head",
+    "with an evictor, with allocation='per-head'": "with an evictor, with --allocation per-head",
 }
 # For each command, options that it lacks but others have, and what to use instead.
 ELSEWHERE = {

@@ -93,11 +93,15 @@ class Growth:
                 f"The evictor {evictor.name} scores a context as a whole; compress the whole text "
                 "again."
             )
-        has_bias = any(layer.bias is not None for layer in self.cache.full_attention)
-        if self.eviction.config.offset or has_bias:
+        if self.eviction.config.offset:
             raise RestoreKVError(
-                "A cache with an offset, or with a bias on its logits (am-fast), cannot grow; "
-                "compress the text without them."
+                "A cache with an offset cannot grow; compress the whole text again, or without an "
+                "offset."
+            )
+        if any(layer.bias is not None for layer in self.cache.full_attention):
+            raise RestoreKVError(
+                "A cache made by am-fast has weights of its pairs and cannot grow; compress the "
+                "whole text again, or with an evictor."
             )
 
     @cached_property
@@ -329,11 +333,14 @@ def compose_caches(
                 "Caches of a model with latent attention cannot be composed: restorekv does not "
                 "move its keys; compress the texts as one, or append them."
             )
-        has_bias = any(layer.bias is not None for layer in cache.full_attention)
-        if has_bias or cache.seen != context.num_tokens:
+        if any(layer.bias is not None for layer in cache.full_attention):
             raise RestoreKVError(
-                "Caches with an offset, or with a bias on their logits (am-fast), cannot be "
-                "composed; compress the texts without them."
+                "Caches made by am-fast have weights of their pairs and cannot be composed; "
+                "compress the texts with an evictor."
+            )
+        if cache.seen != context.num_tokens:
+            raise RestoreKVError(
+                "Caches with an offset cannot be composed; compress the texts without it."
             )
         ids.append(context.ids[:, context.prefix_length :])
     whole = replace(first, ids=torch.cat(ids, -1))
