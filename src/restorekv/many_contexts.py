@@ -178,10 +178,11 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
     first = _check_one_model(contexts)
     manifests = [each.manifest for each in contexts]
     refuse_unlike(manifests)
-    # A later `append` uses the compressor and adapter of the last context that has an adapter.
-    # Contexts that were kept whole have none.
+    # A later `append` uses the compressor and adapter of the last context that has an adapter, or
+    # else of the last one that lost pairs. Contexts that were kept whole may have others.
     restored_contexts = [each for each in contexts if each.manifest.adapter]
-    continued = (restored_contexts or contexts)[-1]
+    compressed_contexts = [each for each in contexts if not _kept_whole(each.manifest)]
+    continued = (restored_contexts or compressed_contexts or contexts)[-1]
     context, cache = compose_caches(first.model, [(each.context, each.cache) for each in contexts])
     shape = CacheShape.from_model(first.model)
     attention.quantize_context(cache, manifests[0].kv_dtype, shape.groups)
@@ -206,6 +207,7 @@ def compose(contexts: Sequence[CompressedContext], *more: object) -> CompressedC
         parts=parts,
         # The restore pairs of all contexts but the last are ordinary pairs of the whole by now.
         earlier=restored - cache.restore_length,
+        evictor=continued.manifest.evictor,
         adapter=continued.manifest.adapter,
         # The whole ends as the last text does.
         folded_separator=manifests[-1].folded_separator,
@@ -219,13 +221,17 @@ def refuse_unlike(manifests: Sequence[Manifest]) -> None:
     """Raise UnlikeContextsError unless caches were made alike, so that they can be composed."""
     for name in ALIKE:
         compared = manifests
-        if name == "adapter":
-            # A context that kept every pair had nothing to restore, so it may lack the adapter of
-            # the others.
-            compared = [each for each in manifests if each.adapter or Fraction(each.ratio) != 1]
+        if name in ("evictor", "adapter"):
+            # A context that kept every pair had nothing to evict and nothing to restore.
+            compared = [each for each in manifests if not _kept_whole(each)]
         for each in compared:
             if getattr(each, name) != getattr(compared[0], name):
                 raise UnlikeContextsError(_explain_difference(name, compared[0], each))
+
+
+def _kept_whole(manifest: Manifest) -> bool:
+    """Return whether a cache has every pair of its text and nothing else."""
+    return manifest.adapter is None and Fraction(manifest.ratio) == 1
 
 
 def _explain_difference(name: str, first: Manifest, other: Manifest) -> str:

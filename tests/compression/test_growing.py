@@ -408,6 +408,30 @@ def test_a_text_that_was_kept_whole_is_composed_with_restored_ones(tiny_tokenize
     assert compose([short, short]).manifest.adapter is None
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_text_that_was_kept_whole_may_have_another_evictor(
+    model, tiny_tokenizer, tmp_path, order
+):
+    """Nothing was evicted from it, so its cache is the same with every evictor."""
+    first, second = halves(tiny_tokenizer)
+    lossy, alike, other = (
+        compress(model, tiny_tokenizer, ids, ratio=ratio, adapter=None, evictor=evictor)
+        for ids, ratio, evictor in (
+            (first, 0.4, "knorm"),
+            (second, 1, "knorm"),
+            (second, 1, "kvzip"),
+        )
+    )
+    both = compose([lossy, other][::order])
+    assert both.ask(QUESTIONS, 6) == compose([lossy, alike][::order]).ask(QUESTIONS, 6)
+    assert both.manifest.evictor == lossy.manifest.evictor
+    # What is appended is evicted as the lossy text was, from memory and from a file.
+    both.save(tmp_path / "both.rkv")
+    again = CompressedContext.load(tmp_path / "both.rkv", model, tiny_tokenizer)
+    for grown in (both.append(first), again.append(first)):
+        assert grown.manifest.evictor == lossy.manifest.evictor
+
+
 @pytest.mark.parametrize("order", ["grown first", "grown last"])
 def test_a_grown_text_is_composed_with_the_restore_pairs_of_all_its_parts(tiny_tokenizer, order):
     model = build_model("qwen3").double()
