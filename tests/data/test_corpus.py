@@ -20,7 +20,7 @@ from restorekv.data.documents import DropRow, SourceDocument
 from restorekv.data.mixture import read_mixture
 from restorekv.data.self_study import GreedyUntilLoop
 from restorekv.data.sources import LICENSES
-from restorekv.errors import RestoreKVError
+from restorekv.errors import RestoreKVError, RestoreKVWarning
 from restorekv.model.prompt import encode_text
 from restorekv.restore.licenses import PERMISSIVE, combine_licenses
 from restorekv.train.config import TrainConfig
@@ -356,6 +356,23 @@ def test_a_question_that_no_positions_are_left_for_is_dropped(tiny_tokenizer, tm
     limits = TrainConfig(restore_tokens=8, evictor="knorm")
     examples = read_examples(tmp_path / "data", model, tiny_tokenizer)
     check_example_lengths(model, tiny_tokenizer, examples, limits)
+
+
+def test_made_documents_alone_are_no_build(tiny_model, tiny_tokenizer, tmp_path):
+    """It ended well with an example of a made-up document and none of the user's texts."""
+    row = {"genre": "logs", "license": "CC0-1.0", "text": "The mill was built in 1871."}
+    source = write_jsonl(tmp_path / "rows.jsonl", [row])
+    config = replace(CONFIG, corpus=str(source))
+    with pytest.raises(RestoreKVError, match=r"gave no example from .*rows.jsonl \(dropped: 1 "):
+        build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "data")
+
+
+def test_made_documents_are_told_from_those_of_the_file(tiny_model, tiny_tokenizer, tmp_path):
+    row = {"genre": "logs", "license": "CC0-1.0", "text": passage("only")}
+    source = write_jsonl(tmp_path / "rows.jsonl", [row])
+    config = replace(CONFIG, corpus=str(source))
+    with pytest.warns(RestoreKVWarning, match="gave 2 of 6 documents, .*rows.jsonl and 1 made up"):
+        build_mixture(tiny_model, tiny_tokenizer, config, tmp_path / "data")
 
 
 def test_the_flag_that_lowers_the_shortest_length_is_named(tiny_tokenizer, tmp_path):

@@ -165,14 +165,18 @@ def _build_source(builder: SourceBuilder, source: Source, out: Path, record: dic
     attempts = AttemptFile(out / build_folder.PARTS_FOLDER / f"{source.name}.jsonl")
     result = builder.gather_examples(source, items, attempts)
     reasons = f"(dropped: {result.describe_drops()})"
-    if not result.examples:
+    # A part of a build may hold made-up documents alone, but then no row of it was dropped.
+    if not result.examples or (result.dropped and not result.count_given()):
         raise RestoreKVError(
             f"{source.title} gave no example from {given} {reasons}; {_advise_on_rows(source)}."
         )
     count = result.count_units(source)
     wanted = source.wanted(builder.config)
     if count < wanted:
-        warn(f"{source.title} gave {count} of {wanted} {source.unit}, all of {given} {reasons}.")
+        origins = f"all of {given}"
+        if result.made:
+            origins += f" and {len(result.made)} made up"
+        warn(f"{source.title} gave {count} of {wanted} {source.unit}, {origins} {reasons}.")
     path = out / f"{source.name}.parquet"
     write_examples(path, result.examples)
     file = {"name": path.name, "bytes": path.stat().st_size, "sha256": digest_file(path)}
@@ -184,7 +188,8 @@ def _advise_on_rows(source: Source) -> str:
     if source.name == "corpus":
         return (
             "give rows with genre, text and a free license such as CC0-1.0, or other for texts of "
-            "your own, in .jsonl or .json"
+            "your own, in .jsonl or .json, whose texts are long enough (--passage-shortest) and in "
+            "no evaluation set"
         )
     return "check its format"
 

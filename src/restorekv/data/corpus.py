@@ -203,7 +203,7 @@ def _draw_made_document(number: int, config: BuildConfig) -> SourceDocument:
     questions = sample_in_order(rng, questions, config.questions - 1)
     questions += draw_exercises(made.text, rng, 1)
     return SourceDocument(
-        f"made {number}", made.text, MADE_LICENSE, asked=tuple(questions), studied=False
+        f"made {number}", made.text, MADE_LICENSE, asked=tuple(questions), studied=False, made=True
     )
 
 

@@ -20,7 +20,7 @@ class SourceDocument:
 
     `book` names the book that a chunk is from, and `more` says whether another chunk of it follows.
     `asked` holds (kind, question) pairs that come with the text; `studied` says whether the teacher
-    asks its own questions.
+    asks its own questions. `made` says that the text was made up here and is from no row.
     """
 
     name: str
@@ -30,6 +30,7 @@ class SourceDocument:
     more: bool = False
     asked: tuple[tuple[str, str], ...] = ()
     studied: bool = True
+    made: bool = False
 
 
 class DropRow(Exception):  # noqa: N818

@@ -120,13 +120,15 @@ def compute_longest_context(
 @dataclass
 class SourceResult:
     """What one source gave: its examples, and how many rows and attempts were dropped for which
-    reason; `overlaps` are the documents that contain an evaluation text.
+    reason; `overlaps` are the documents that contain an evaluation text, and `made` the names of
+    those that were made up here.
     """
 
     examples: list[dict] = field(default_factory=list)
     read: int = 0
     contexts: int = 0
     units: set[str | int] = field(default_factory=set)
+    made: set[str] = field(default_factory=set)
     dropped: Counter[str] = field(default_factory=Counter)
     overlaps: list[dict] = field(default_factory=list)
     attempts: int = 0
@@ -139,6 +141,10 @@ class SourceResult:
         if source.asked_once:
             return len(self.examples)
         return len(self.units)
+
+    def count_given(self) -> int:
+        """Return how many examples are about texts that the source gave, not made-up ones."""
+        return sum(example["document"] not in self.made for example in self.examples)
 
     def describe_drops(self) -> str:
         """Return the reasons for dropped rows and attempts with their counts."""
@@ -274,6 +280,8 @@ class SourceBuilder:
         """Add attempts without a fault to the examples, and count the others by their faults."""
         result.contexts += 1
         result.units.add(document.book or result.contexts)
+        if document.made:
+            result.made.add(document.name)
         result.attempts += len(attempts)
         for attempt in attempts:
             if "fault" in attempt:
