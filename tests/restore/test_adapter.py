@@ -3,6 +3,7 @@ as they were saved, or are refused.
 """
 
 import contextlib
+import copy
 import json
 import math
 import os
@@ -25,6 +26,7 @@ from restorekv.errors import AdapterError, RestoreKVWarning
 from restorekv.model import attention
 from restorekv.model.identity import fingerprint_model
 from restorekv.model.prefill import prefill
+from restorekv.pipeline import compress
 from restorekv.restore import adapter_file
 from restorekv.restore.adapter import RestoreAdapter
 from restorekv.restore.use_warnings import warn_of_other_use
@@ -697,6 +699,51 @@ def test_a_model_that_got_foreign_adapters_later_is_refused():
         restored(model, adapter)
     adapted.unload()
     restored(model, adapter)
+
+
+def replace_linear(model):
+    """Put a new module in the place of one, as libraries that quantize a loaded model do."""
+    own = model.model.layers[1].self_attn.v_proj
+    other = torch.nn.Linear(own.in_features, own.out_features, bias=False)
+    other.weight = own.weight
+    model.model.layers[1].self_attn.v_proj = torch.nn.Sequential(
+        other, torch.nn.Hardtanh(-0.1, 0.1)
+    )
+
+
+def drop_layer(model):
+    del model.model.layers[1]
+
+
+@pytest.mark.parametrize("change", [replace_linear, drop_layer])
+def test_a_model_with_modules_replaced_later_is_refused(change):
+    """The restore pass would run the old ones."""
+    model = build_model("llama")
+    adapter = trained(model)
+    change(model)
+    with pytest.raises(AdapterError, match=r"Modules of the model were replaced .*; load the"):
+        restored(model, adapter)
+
+
+def test_modules_that_torch_compile_wraps_later_are_no_others():
+    model = build_model("llama")
+    adapter = trained(model)
+    expected = restored(model, adapter)
+    wrap_layers(model)
+    model.resize_token_embeddings(VOCABULARY + 8)
+    found = restored(model, adapter)
+    for ours, theirs in zip(found.layers, expected.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, rtol=1e-4, atol=1e-5)
+
+
+def test_a_folder_is_loaded_again_for_other_modules_with_the_same_weights(tmp_path, tiny_tokenizer):
+    model = build_model("llama")
+    trained(model).save_pretrained(tmp_path)
+    make = partial(compress, tokenizer=tiny_tokenizer, context="the red house " * 20, ratio=0.5)
+    make = partial(make, evictor="knorm", adapter=tmp_path)
+    before = make(model)
+    model.model.layers[1].mlp = copy.copy(model.model.layers[1].mlp)
+    assert make(model).digest == before.digest
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -151,7 +151,8 @@ def _load_shared(
     # refers to its model.
     known = vars(model).setdefault(ADAPTERS, {})
     adapter = known.get(key)
-    if adapter is None:
+    # Modules that were replaced may have the same weights, and so the same fingerprint.
+    if adapter is None or not adapter.is_current:
         adapter = RestoreAdapter.from_pretrained(model, name, identity=identity)
         known[key] = adapter
         for old in list(known)[:-LOADED]:

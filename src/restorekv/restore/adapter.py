@@ -50,6 +50,7 @@ from restorekv.restore.lora import (
     attach_lora,
     check_lora_fit,
     extend_rank,
+    list_own_modules,
     pad_rank,
     refuse_other_adapters,
 )
@@ -100,6 +101,8 @@ class RestoreAdapter(nn.Module):
         self.lora = nn.ParameterList(self.lora_parameters.values())
         # In a tuple, so that nn.Module does not register both as submodules.
         self._models = (model, adapted)
+        # What the adapted model was copied from; see `is_current`.
+        self._own_modules = list_own_modules(model)
         # The folder that it was loaded from. Its README.md may name a license, which is looked up
         # when the adapter is trained further, saved or published.
         self._folder: Path | None = None
@@ -253,6 +256,14 @@ class RestoreAdapter(nn.Module):
         """The model with LoRA in it: separate modules over the same weights."""
         return self._models[1]
 
+    @property
+    def is_current(self) -> bool:
+        """Whether the model still has the modules that it had when the adapter was made. The
+        adapted model has others for them, which would not change with the model's.
+        """
+        is_copy = self.adapted_model is not self.model
+        return not is_copy or list_own_modules(self.model) == self._own_modules
+
     def truncate(self, count: int) -> RestoreAdapter:
         """Return an adapter with only the first `count` restore tokens.
 
@@ -381,11 +392,16 @@ class RestoreAdapter(nn.Module):
                 needs it.
 
         Raises:
-            AdapterError: The model was given adapters of PEFT after this one was made, or `ratio`
-                is missing.
+            AdapterError: The model was given adapters of PEFT or other modules after this one was
+                made, or `ratio` is missing.
         """
         # The model's PEFT layers and its attention may have changed since the adapter was made.
         refuse_other_adapters(self.model)
+        if not self.is_current:
+            raise AdapterError(
+                "Modules of the model were replaced after the adapter was made for it, and the "
+                "adapter would run the old ones; load the adapter again."
+            )
         if any(isinstance(layer, CompressedLayer) for layer in cache.layers):
             # No other attention can read such a layer.
             install_attention(self.model)

@@ -20,6 +20,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
+from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
@@ -246,6 +247,14 @@ def refuse_other_adapters(model: PreTrainedModel) -> None:
     """Refuse a model with PEFT's layers of other adapters, which a twin made earlier lacks."""
     if any(isinstance(module, BaseTunerLayer) for module in model.modules()):
         raise AdapterError("The model carries PEFT adapters already; merge or unload them first.")
+
+
+def list_own_modules(model: PreTrainedModel) -> set[nn.Module]:
+    """Return the modules that a twin of the model copies and a restore pass runs: those of its
+    decoder, without the input embeddings, as if torch.compile had wrapped none of them.
+    """
+    unread = (OptimizedModule, nn.Embedding)
+    return {each for each in get_backbone(model).modules() if not isinstance(each, unread)}
 
 
 @contextmanager
