@@ -18,7 +18,7 @@ from restorekv.model.prompt import make_context
 from restorekv.model.rope import shift_keys
 from restorekv.restore.adapter import RestoreAdapter
 from tests.helpers.compressing import QUESTIONS, TEXT, compress_with, make_adapter
-from tests.helpers.models import build_model
+from tests.helpers.models import build_model, build_tokenizer
 
 LONG = TEXT * 2
 # Those that score a part by itself, and need no trained gate.
@@ -492,6 +492,18 @@ def test_a_file_whose_heads_hold_other_restore_pairs_is_refused(model, tiny_toke
     whole.save(tmp_path / "whole.rkv")
     with pytest.raises(RestoreKVError, match="does not have the restore pairs of earlier texts"):
         CompressedContext.load(tmp_path / "whole.rkv", model, tiny_tokenizer)
+
+
+def test_texts_before_and_after_a_change_of_the_template_are_not_composed(model):
+    """Questions would have the words of one template around them, and those of the other inside."""
+    tokenizer = build_tokenizer()
+    first, second = halves(tokenizer)
+    small = compress(model, tokenizer, first, ratio=0.5, adapter=None)
+    tokenizer.chat_template = tokenizer.chat_template.replace("assistant", "bot")
+    other = compress(model, tokenizer, second, ratio=0.5, adapter=None)
+    for contexts in ([small, other], [other, small]):
+        with pytest.raises(RestoreKVError, match="with the same chat template"):
+            compose(contexts)
 
 
 def test_what_cannot_be_composed_says_so(model, tiny_tokenizer):

@@ -317,6 +317,11 @@ def compose_caches(
                 "Only contexts with the same chat prefix can be composed; compress them with one "
                 "system text, and without blank lines at the beginning of a text."
             )
+        if context.suffix_text != first.suffix_text:
+            raise UnlikeContextsError(
+                "Only contexts with the same chat template can be composed; compress them with one "
+                "tokenizer, and set its chat template before."
+            )
         if cache.sliding:
             raise ModelError(
                 "Caches of a model with sliding-window layers cannot be composed: those layers "
