@@ -20,7 +20,6 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
-from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from restorekv.errors import AdapterError, summarize_error
@@ -253,8 +252,12 @@ def list_own_modules(model: PreTrainedModel) -> set[nn.Module]:
     """Return the modules that a twin of the model copies and a restore pass runs: those of its
     decoder, without the input embeddings, as if torch.compile had wrapped none of them.
     """
-    unread = (OptimizedModule, nn.Embedding)
-    return {each for each in get_backbone(model).modules() if not isinstance(each, unread)}
+    found = set()
+    for module in get_backbone(model).modules():
+        is_wrapper = hasattr(module, "_orig_mod")  # torch.compile's, around the module itself
+        if not is_wrapper and not isinstance(module, nn.Embedding):
+            found.add(module)
+    return found
 
 
 @contextmanager
