@@ -21,7 +21,7 @@ openai = pytest.importorskip("openai")
 
 import httpx2  # noqa: E402
 
-from restorekv import CompressedContext  # noqa: E402
+from restorekv import CompressedContext, compose, compress  # noqa: E402
 from restorekv.errors import AdapterError, RestoreKVError  # noqa: E402
 from restorekv.generation import decoding  # noqa: E402
 from restorekv.generation.decoding import decode_answer, generate_ids, get_stop_ids  # noqa: E402
@@ -1127,9 +1127,16 @@ def test_a_cache_file_goes_out_and_in(client, file, model, tiny_tokenizer, tmp_p
     answer = ask(client, about(states["doc.rkv"]), "tiny")
     assert answer.choices[0].message.content == loaded.ask(QUESTION, 12)
     assert get_bytes(client, f"/files/{states['doc.rkv'].id}/cache") == cache
+    # Next to a cache file, a text is kept whole, whatever the evictor of the file.
+    both = ask(client, about(states["doc.rkv"], file), "tiny").choices[0].message.content
+    whole = compress(model, tiny_tokenizer, TEXT, ratio=1, adapter=None)
+    assert both == compose([loaded, whole]).ask(QUESTION, 12)
+    other = compress(model, tiny_tokenizer, TEXT, ratio=0.5, evictor="knorm", adapter=None)
+    other.save(tmp_path / "other.rkv")
+    other = upload(client, (tmp_path / "other.rkv").read_bytes(), "other.rkv")
     # The library's own sentence names what only its users can do.
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, about(states["doc.rkv"], file), "tiny")
+        ask(client, about(states["doc.rkv"], other), "tiny")
     assert refused.value.body["message"] == (
         "These documents cannot be asked together, since they were compressed differently; ask "
         "about one at a time, or upload the text of a .rkv file instead of the file."
