@@ -279,7 +279,16 @@ def test_specs_in_a_row_keep_their_settings():
     assert spec.split_specs("") == [] and spec.split_specs("kvzip") == ["kvzip"]
 
 
-def test_a_module_with_an_evictor_and_a_benchmark_brings_both(tmp_path):
+@pytest.mark.parametrize(
+    "first",
+    [
+        "restorekv.evictors",
+        "both",
+        pytest.param("restorekv.tasks", marks=pytest.mark.slow),
+        pytest.param("restorekv", marks=pytest.mark.slow),
+    ],
+)
+def test_a_module_with_an_evictor_and_a_benchmark_brings_both(tmp_path, first):
     """Whether this package imports it, or it is imported first and imports this package."""
     (tmp_path / "both.py").write_text(
         "from dataclasses import dataclass\n"
@@ -294,17 +303,16 @@ def test_a_module_with_an_evictor_and_a_benchmark_brings_both(tmp_path):
     (info / "entry_points.txt").write_text(
         "[restorekv.evictors]\nmine = both:Mine\n[restorekv.benchmarks]\nasked = both:Asked\n"
     )
-    for first in ("restorekv.evictors", "restorekv.tasks", "both", "restorekv"):
-        code = (
-            f"import {first}\nfrom restorekv.compression.eviction import make_compressor\n"
-            "from restorekv import tasks\n"
-            "print(make_compressor('mine').spec, tasks.make_benchmark('asked').spec)"
-        )
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", code],
-            env=environment,
-            capture_output=True,
-            text=True,
-        )
-        assert (done.stdout, done.stderr) == ("mine asked\n", ""), first
+    code = (
+        f"import {first}\nfrom restorekv.compression.eviction import make_compressor\n"
+        "from restorekv import tasks\n"
+        "print(make_compressor('mine').spec, tasks.make_benchmark('asked').spec)"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.stdout, done.stderr) == ("mine asked\n", "")
