@@ -353,3 +353,32 @@ def test_a_schema_that_is_nested_too_deeply_is_refused(tokenizer, as_text):
         schema = '{"items":' * 20_000 + "{}" + "}" * 20_000
     with pytest.raises(RestoreKVError, match="cannot be used: its parts are nested too deeply"):
         Constraint.make(tokenizer, schema, None, {tokenizer.eos_token_id})
+
+
+def chain_of_references(count):
+    """A schema in which each part is named by the one before."""
+    parts = {f"part{number}": {"$ref": f"#/$defs/part{number + 1}"} for number in range(count)}
+    parts[f"part{count}"] = {"type": "number"}
+    return {"$ref": "#/$defs/part0", "$defs": parts}
+
+
+@pytest.mark.parametrize("count", [300, 3000])
+def test_a_schema_of_too_many_references_is_refused(tiny_tokenizer, count):
+    """llguidance followed three thousand until the stack was full, which ended the process."""
+    schema = chain_of_references(count)
+    for given in (schema, json.dumps(schema)):
+        with pytest.raises(RestoreKVError, match="refers to more than 250 of its parts"):
+            Constraint.make(tiny_tokenizer, given, None, {2})
+        with pytest.raises(RestoreKVError, match="refers to more than 250 of its parts"):
+            refuse_leaking_bounds(given)
+
+
+def test_many_alternatives_are_not_multiplied():
+    """These were 900 times 900,000 sets of bounds: hours."""
+    several = [{"minimum": number} for number in range(900)]
+    again = [{"$ref": "#/$defs/several"} for _ in range(1000)]
+    whole = {"$defs": {"several": {"anyOf": several}}, "allOf": [{"anyOf": several}]}
+    refuse_leaking_bounds({**whole, "anyOf": again})
+    leaking = [*several, {"exclusiveMinimum": 0}]
+    with pytest.raises(RestoreKVError, match="exclusiveMinimum cannot be enforced"):
+        refuse_leaking_bounds({"allOf": [{"anyOf": leaking}, {"anyOf": several}], "maximum": 0.5})

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Self
 from urllib.parse import unquote
@@ -34,6 +34,9 @@ VALUES = {"const", "enum", "default", "examples", "required"}
 BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 Bounds = frozenset[tuple[str, float]]
 MOST_ALTERNATIVES = 1000  # sets of bounds that are distinguished in one schema
+# Parts of a schema that references name. llguidance follows each reference inside the one before,
+# and a chain of a thousand ends the process with its stack full.
+MOST_REFERENCES = 250
 # What `str.strip` takes from the start of an answer: spaces of all widths, line and page breaks.
 WHITE_SPACE = "".join(each for each in map(chr, range(0x3001)) if each.isspace())
 # A number of repetitions in a regular expression, such as {2,5}.
@@ -67,6 +70,8 @@ class Constraint:
         """
         if schema is None and regex is None:
             return None
+        if schema is not None:
+            _refuse_many_references(schema)
         llguidance = import_extra("llguidance", "constrained", "A JSON schema or regex")
         import_extra("llguidance.hf", "constrained", "A JSON schema or regex")
         if not tokenizer.is_fast:
@@ -222,16 +227,45 @@ def refuse_leaking_bounds(schema: str | dict[str, Any]) -> None:
         schema: A JSON schema, or its JSON.
 
     Raises:
-        OptionError: It has such a bound.
+        OptionError: It has such a bound, too many references, or is nested too deeply.
     """
-    parsed = schema if isinstance(schema, dict) else json.loads(schema)
+    _refuse_many_references(schema)
     merged: dict[int, list[Bounds]] = {}
-    unchecked = [parsed]
-    while unchecked:
-        each = unchecked.pop()
-        for bounds in _list_bounds(each, parsed, merged):
-            _refuse_leak(bounds)
-        unchecked += _list_inner_schemas(each)
+    try:
+        parsed = schema if isinstance(schema, dict) else json.loads(schema)
+        for each in _list_all_schemas(parsed):
+            for bounds in _list_bounds(each, parsed, merged):
+                _refuse_leak(bounds)
+    except RecursionError as error:
+        raise _make_schema_error("its parts are nested too deeply") from error
+
+
+def _refuse_many_references(schema: str | dict[str, Any]) -> None:
+    """Refuse a schema with references to more than MOST_REFERENCES of its parts."""
+    try:
+        parsed = schema if isinstance(schema, dict) else json.loads(schema)
+    except (ValueError, RecursionError):  # llguidance will say what is wrong
+        return
+    named = set()
+    for each in _list_all_schemas(parsed):
+        reference = each.get("$ref") if isinstance(each, dict) else None
+        if isinstance(reference, str):
+            named.add(reference)
+    if len(named) > MOST_REFERENCES:
+        raise OptionError(
+            f"The JSON schema cannot be used: it refers to more than {MOST_REFERENCES} of its "
+            "parts; use fewer.",
+            "json_schema",
+        )
+
+
+def _list_all_schemas(schema: Any) -> Iterator[Any]:
+    """Yield a schema and all those inside it, at any depth."""
+    unread = [schema]
+    while unread:
+        each = unread.pop()
+        yield each
+        unread += _list_inner_schemas(each)
 
 
 def _refuse_leak(bounds: Bounds) -> None:
@@ -272,11 +306,12 @@ def _list_bounds(schema: Any, root: Any, merged: dict[int, list[Bounds]]) -> lis
     found: list[Bounds] = [frozenset(own)]
     for part in filter(None, parts):
         others = [bounds for each in part for bounds in _list_bounds(each, root, merged)]
-        both = [one | other for one in found for other in others]
-        found = list(dict.fromkeys(both))
+        others = list(dict.fromkeys(others))
         # Rather refuse too much than take long.
-        if len(found) > MOST_ALTERNATIVES:
+        if len(found) * len(others) > MOST_ALTERNATIVES:
             found = [frozenset().union(*found)]
+            others = [frozenset().union(*others)]
+        found = list(dict.fromkeys(one | other for one in found for other in others))
     merged[id(schema)] = found
     return found
 
